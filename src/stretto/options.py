@@ -6,6 +6,7 @@ models or extend them, so that a default, a bound and a description have one pla
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -28,6 +29,19 @@ def form_of(expression: str) -> str:
 VARIABLE = formed(
     r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of an environment variable: letters, digits and `_`, and no digit first"
 )
+
+_KEY = re.compile(r"(sk|pk|gsk|xai|hf|key)[-_].{8,}|(?=.*[a-z])(?=.*[0-9]).{20,}", re.DOTALL)
+
+
+def looks_like_key(text: str) -> bool:
+    """Tells if a text may be a key, which no message shows."""
+    return _KEY.fullmatch(text) is not None
+
+
+def shown_variable(name: str) -> str:
+    """Returns the name of an environment variable for a message, unless a key was pasted there."""
+    return "something that looks like a key" if looks_like_key(name) else f"`{name}`"
+
 
 MAX_INTEGER = 10**12  # of an option that has no bound of its own: SQLite, TOML and tensors end at 2**63 - 1
 

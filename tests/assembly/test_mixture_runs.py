@@ -20,6 +20,7 @@ from mixture_cases import KINDS, TASKS, mixture, write_kinds
 from run_cases import assert_verifies, equal, policy, rows, run, story
 
 import stretto
+from stretto.assembly.check import _share_text
 from stretto.assembly.retrain import retrain
 from stretto.assembly.train import train
 from stretto.cli import main
@@ -219,6 +220,14 @@ def test_check_has_a_line_for_each_task(model: Path, tmp_path: Path) -> None:
     assert "# task `letters`, 0.5455 of the groups, up to 8 tokens: `prompts.jsonl`: 24 prompts" in report
     assert "# task `guess`, 0.3636 of the groups, up to 12 tokens: guess: 40 prompts" in report
     assert report.count("[[task]]") == 3
+    report = str(stretto.check(mixture(model, tmp_path, "task.guess.share=1e-9")))
+    assert "# task `guess`, 1.429e-09 of the groups (none of the" in report
+
+
+def test_shares_are_not_rounded_to_all_or_nothing() -> None:
+    assert _share_text(0.25, 1_000) == "0.25 of the groups"
+    assert _share_text(1 - 1e-9, 1_000) == "more than 0.9999 of the groups"
+    assert _share_text(1e-9, 1_000) == "1e-09 of the groups (none of the 1,000 of this run; raise its `share`)"
 
 
 def test_a_task_with_too_few_rows_is_refused_by_its_label(model: Path, tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def test_a_resumed_run_with_less_room_than_its_prompts_need_is_refused(model: Pa
 
 def test_prompts_that_are_too_long_are_refused_unless_something_is_said(model: Path, tmp_path: Path) -> None:
     write_files()
-    with pytest.raises(RecipeError, match=r'2 prompts have more tokens .* set `task.too_long = "drop" or "truncate"`'):
+    with pytest.raises(
+        RecipeError, match=r'2 prompts have more tokens .* set `task.too_long = "drop"` or `task.too_long = "truncate"`'
+    ):
         run(of_files(model, tmp_path), tmp_path / "run")
 
 

@@ -31,7 +31,7 @@ class FakeJudge:
 
     answer: Callable[[dict[str, Any]], Reply] = lambda body: Reply()
     key: str | None = None
-    models: tuple[str, ...] = ("judge",)
+    models: tuple[str, ...] | None = ("judge",)  # None: a page instead of a list
     calls: list[dict[str, Any]] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
@@ -44,6 +44,8 @@ class FakeJudge:
     async def list_models(self, request: web.Request) -> web.Response:
         if not self._allowed(request):
             return _error(401, f"Incorrect API key provided: {request.headers.get('Authorization', '')[7:]}")
+        if self.models is None:
+            return web.Response(text="<html>welcome</html>", content_type="text/html")
         return web.json_response({"data": [{"id": name} for name in self.models]})
 
     async def chat(self, request: web.Request) -> web.Response:

@@ -230,6 +230,14 @@ def test_a_run_admits_what_its_updates_need_and_ends_with_its_last_version():
     assert run.send(m.Evaluated(1)) == []
 
 
+def test_a_wait_names_three_groups_and_counts_the_others():
+    run = Run(staleness=3, updates=4, in_flight=8, rows=99)
+    reason = run.wait("trainer").reason
+    num = len(run.wait("trainer").groups)
+    assert reason.count("group ") == 3 < num
+    assert reason.endswith(f"and {num - 3} more")
+
+
 def test_a_failed_trajectory_is_retried_under_its_version_and_then_left_out_of_its_group():
     run = Run(staleness=1, group_size=2, retries=1, in_flight=2)
     assert run.send(m.GenerationFailed(0, "first")) == [m.Resume(0, 0, 0)]

@@ -3,6 +3,7 @@
 import builtins
 import errno
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_all_prompts_that_are_too_long_are_reported_at_once():
     assert said.startswith("12 prompts have more tokens than the 20 that the context")
     assert "row 4 of the data set (30 tokens), row 8 of the data set (50 tokens)" in said
     assert "and 7 more; the longest has 50" in said
-    assert 'or set `task.too_long = "drop" or "truncate"`' in said
+    assert 'or set `task.too_long = "drop"` or `task.too_long = "truncate"`' in said
 
 
 def test_dropped_rows_are_never_drawn_and_the_others_keep_their_numbers():
@@ -282,9 +283,10 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "pattern"),
     [
-        ("{not json", r"rows.jsonl:2: this line is not JSON"),
+        ("{not json", r"rows.jsonl:2: this line is not JSON: [^:]*, at column 2$"),
+        ('   {"prompt": }', r"rows.jsonl:2: this line is not JSON: [^:]*, at column 15$"),
         ("[1, 2]", r"rows.jsonl:2: a row is an object with named columns, this is list"),
-        ('{"question": "?"}', r"rows.jsonl:2: a row has a column `prompt` or a column `messages`"),
+        ('{"question": "?"}', r"rows.jsonl:2: this row lacks the column `prompt` or `messages` that other"),
         ('{"prompt": "?", "messages": []}', r"rows.jsonl:2: .* this has both; remove one of them"),
         ('{"prompt": null, "answer": 1}', r"rows.jsonl:2: `prompt` is null"),
         ('{"prompt": "\\ud800 hi"}', r"rows.jsonl:2: `\\ud800` is half of a character"),
@@ -346,3 +348,16 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, method):
     monkeypatch.setattr(Path, method, refused)
     with pytest.raises(RecipeError, match=r"rows.jsonl` cannot be read: Permission denied; `task.path` names"):
         load_rows(path)
+
+
+def test_a_long_prompt_is_refused_in_our_words_alone(caplog):
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 4
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        with pytest.raises(RecipeError, match="its prompt has 100 tokens"):
+            PromptStream([Row(text="x" * 100)], tokenizer, seed=0, max_prompt_tokens=8)
+        PromptStream([Row(text="x" * 100)], tokenizer, seed=0, max_prompt_tokens=8, too_long="truncate").prompt(0)
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "indexing errors" not in caplog.text

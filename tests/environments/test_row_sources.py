@@ -49,7 +49,7 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"rows.json:1: this line is not JSON.*a `.json` file is a list of objects"):
         load_rows(tmp_path / "rows.json")
     (tmp_path / "rows.json").write_text('[{"prompt": "a"}, {"prompt": ')
-    with pytest.raises(RecipeError, match=r"rows\.json` is not JSON"):
+    with pytest.raises(RecipeError, match=r"rows\.json:1: this file is not JSON: .*, at column 30$"):
         load_rows(tmp_path / "rows.json")
     (tmp_path / "rows.json").write_text('[{"prompt": "a"}, 3]')
     with pytest.raises(RecipeError, match=r"rows\.json:2: a row is an object with named columns, this is int"):
@@ -103,6 +103,19 @@ def test_all_bad_rows_of_all_files_are_reported_at_once(tmp_path: Path) -> None:
     assert any("b.jsonl:3: this line is not JSON" in line for line in lines)
 
 
+def test_rows_without_a_prompt_are_told_of_columns_only_if_all_lack_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}, {"answer": 2}, {"answer": 3}])
+    with pytest.raises(RecipeError) as caught:
+        load_rows(path)
+    assert "rows.jsonl:2, " in str(caught.value)
+    assert "this row lacks the column `prompt` or `messages` that other rows have" in str(caught.value)
+    assert "task.columns" not in str(caught.value)
+    with pytest.raises(
+        RecipeError, match=r'name the one to ask with, such as `task.columns = { prompt = "question" }`'
+    ):
+        load_rows(write(tmp_path / "other.jsonl", [{"question": "a"}, {"question": "b"}]))
+
+
 def test_the_list_of_bad_rows_is_bounded(tmp_path: Path) -> None:
     wrong = [{"messages": [{"role": "user", "content": number}]} for number in range(500)]
     with pytest.raises(RecipeError) as caught:
@@ -133,6 +146,16 @@ def test_a_column_that_is_named_goes_before_one_that_has_our_name(tmp_path: Path
     assert row.messages == ({"role": "user", "content": "asked"},)
     path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     assert load_rows(path, columns={"answer": "completion"}) == [Row(text="a", columns={"answer": "b"})]
+
+
+def test_a_column_that_has_our_name_is_never_replaced_without_a_word(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"q": "asked", "a": "b"}])
+    with pytest.raises(RecipeError, match=r"`task.columns.a = 'q'` would replace a column `a` that the row has"):
+        load_rows(path, columns={"prompt": "q", "a": "q"})
+    assert load_rows(path, columns={"prompt": "q", "a": "q", "other_a": "a"})[0].columns == {
+        "a": "asked",
+        "other_a": "b",
+    }
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -194,10 +217,21 @@ def test_a_csv_file_may_begin_with_empty_lines(tmp_path: Path) -> None:
         (b"What is 2+2?,4\nWhat is 3+3?,6\n", r"rows.csv:1: .*this has `4`, `What is 2\+2\?`.*the first line of the"),
         (b"prompt,answer\na,1\nb\nc,2,3\nd,4\n", r"2 rows cannot.*\n.*rows.csv:3: this line has 1 values.*2 columns"),
         (b"prompt,answer\na,1\nb,c,2\n", r"rows.csv:3: this line has 3 values, and the first line.*put quotes"),
-        (b"prompt,answer\ncaf\xe9,1\n", r"rows.csv` is not in UTF-8: byte 0xe9 .*iconv -f WINDOWS-1252 -t UTF-8"),
+        (
+            b"prompt,answer\n" + b"a,1\n" * 20 + b"caf\xe9,1\nb,2\n",
+            r"rows.csv:22: this line is not in UTF-8: .*0xe9.*iconv -f WINDOWS-1252 -t UTF-8",
+        ),
         (b"prompt,answer,answer\na,1,2\n", r"rows.csv:1: .*`answer` is there twice"),
         (b"prompt;answer\na;1\n", r"rows.csv:1: the values of this file are separated by ';', not by ','"),
-        (b'prompt,answer\n"a,1\n', r"rows.csv:2: this line cannot be read as CSV"),
+        (
+            b'prompt,answer\n"a,1',
+            r"rows.csv:2: this row cannot be read as CSV: .*; a quote that opens in it may not be",
+        ),
+        (
+            b'prompt,answer\nx,1\n"a,1\nb,2\nc,3\n',
+            r"rows.csv:3: this row, which goes on to line 5, cannot be read as CSV.*quote",
+        ),
+        (b'prompt,answer\nx,1\n"a,1\nb,2\nc,"3"\n', r"rows.csv:3: this row, which goes on to line 5,"),
     ],
 )
 def test_a_csv_file_that_is_none_is_refused(tmp_path: Path, data: bytes, pattern: str) -> None:

@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from several_rewards import swapped, too_few
 
 from stretto.environments.function_specs import SpecError
 from stretto.environments.grades import Grade
-from stretto.environments.reward_calls import Details, RewardSpec, refuse_weightless
+from stretto.environments.reward_calls import Details, RefusedError, RewardCall, RewardSpec, refuse_weightless
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.thread_rewards import ThreadRewards
 from stretto.errors import LateRewardError, RecipeError, RewardError
@@ -290,6 +291,38 @@ def test_a_batched_function_that_returns_no_list_of_its_completions_fails_them(f
     for failure in scores([spec(function, "mine")], ["a", "b", "c"], threads=threads):
         assert isinstance(failure, RewardError)
         assert words in str(failure)
+
+
+def test_a_batch_of_the_wrong_size_is_told_of_once_with_what_it_costs(capsys):
+    call = RewardCall(spec("too_few", "mine"), too_few)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="returned 7 values"):
+            call.values([1.0] * 7, 8)
+    said = capsys.readouterr().out
+    assert said.count("returned 7 values for a batch of 8 completions") == 1
+    assert "9 calls instead of one" in said
+    with pytest.raises(RefusedError):
+        RewardCall(spec("too_few", "mine"), too_few).values([], 1)
+    assert capsys.readouterr().out == "", "one completion is not scored again"
+
+
+def test_parameters_that_have_no_names_for_callers_are_refused():
+    def turned(completion, answer, /):
+        return 1.0
+
+    def in_order(prompt, completion, /, answer):
+        return 1.0
+
+    with pytest.raises(SpecError, match=r"cannot be given by their names, because they stand before `/`; remove the"):
+        RewardCall(spec("turned"), turned, {"answer": None})
+    RewardCall(spec("in_order"), in_order, {"answer": None})
+
+
+def test_none_of_an_only_reward_says_where_none_is_allowed():
+    with pytest.raises(
+        RefusedError, match=r"None says that one of several rewards \(`\[\[task.rewards\]\]`\) does not"
+    ):
+        RewardCall(RewardSpec("", "several_rewards:swapped"), swapped).number(None)
 
 
 def test_any_iterable_of_numbers_is_a_batch_of_rewards():

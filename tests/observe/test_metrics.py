@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from stretto.errors import RunError
-from stretto.observe.metrics import JsonLines, Tally, Totals, is_mixed
+from stretto.observe.metrics import JsonLines, Tally, Totals, constant_rewards, is_mixed
 from stretto.observe.progress import describe_evaluation, describe_update
 from stretto.observe.summary import summary_table
 from stretto.types import Completion, EngineStats, EvaluationResult, HeldOutScore, Sample, UpdateReport
@@ -124,9 +124,19 @@ def test_lengths_of_dropped_trajectories_are_told_of_each_update_and_of_the_run(
     assert first["length_ratio"] == pytest.approx(10 / 20)
     assert (second["dropped"], second["dropped_share"], second["length_ratio"]) == (0, 0.0, 1.0)
     assert "dropped_length" not in second
+    assert "dropped 3 (60% of those that ended since the last update)" in describe_update(first, 2)
     summary = subject.summary()
     assert (summary["dropped_length"], summary["dropped_complete_length"]) == (30.0, 20.0)
     assert (summary["dropped_trajectories"], summary["dropped_complete_trajectories"]) == (3, 1)
+
+
+def test_the_share_of_dropped_trajectories_has_the_same_base_in_lines_and_in_the_summary() -> None:
+    subject, sink = tally()
+    subject.dropped(40)
+    subject.failed(20)
+    subject.filtered([4, 4, 4], 1.0)
+    update(subject, 0, [sample(0, 0, completion(10))], 0.0, 1.0)
+    assert sink.records[0]["dropped_share"] == subject.summary()["dropped_share"] == pytest.approx(1 / 6)
 
 
 def test_mixed_truncated_and_signal_less_are_counted() -> None:
@@ -291,3 +301,12 @@ def test_the_age_of_a_trajectory_is_that_of_its_oldest_token() -> None:
     line = update(subject, 2, samples, 0.0, 1.0)
     assert line["staleness_histogram"] == {"1": 1, "2": 2}
     assert subject.totals.ages == {1: 1, 2: 2}
+
+
+def test_rewards_with_one_value_for_all_completions_are_told_apart() -> None:
+    parts = [
+        (("right", 1.0, 0.0), ("brief", 0.2, 1.0), ("long", -1.0, 0.0), ("rare", 1.0, None)),
+        (("right", 1.0, 0.0), ("brief", 0.2, 0.5), ("long", -1.0, 0.0), ("rare", 1.0, 2.0)),
+    ]
+    assert constant_rewards(parts) == {"constant_rewards": {"right": 0.0, "rare": 2.0}}
+    assert constant_rewards([None, None]) == {}

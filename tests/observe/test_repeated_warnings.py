@@ -24,7 +24,7 @@ def test_the_first_of_a_kind_is_said_and_the_others_are_counted(caplog: pytest.L
     repeats.close()
     repeats.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "and 63 more like it: trajectory 0 failed for good: `r:f` raised KeyError: 'column 0' (r.py:3)"
+        "and 63 more like it: trajectory ... failed for good: `r:f` raised KeyError: ... (r.py:...)"
     ]
 
 
@@ -35,7 +35,7 @@ def test_addresses_of_objects_make_no_kinds_of_their_own(caplog: pytest.LogCaptu
     repeats.close()
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         "`r:f` returned <r.Score object at 0x7f12aa00bc10>",
-        "and 2 more like it: `r:f` returned <r.Score object at 0x7f12aa00bc10>",
+        "and 2 more like it: `r:f` returned <r.Score object at ...>",
     ]
 
 
@@ -45,4 +45,4 @@ def test_reasons_that_all_differ_do_not_flood_either(caplog: pytest.LogCaptureFi
         repeats.warn(f"reason {'x' * number}")
     repeats.close()
     assert len(caplog.records) == MOST_KINDS + 2
-    assert "and 479 more like it" in caplog.records[-1].getMessage()
+    assert "and 479 more of other kinds" in caplog.records[-1].getMessage()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from stretto.cli import main
 from stretto.errors import RunError
 from stretto.observe.show import show
 from stretto.store.journal import JOURNAL_NAME, Journal, RunFacts
@@ -147,6 +148,16 @@ def test_a_very_long_completion_is_cut_in_the_middle(tmp_path):
     assert "<999>" in text
     assert "<500>" not in text
     assert "[... 960 lines ...]" in text
+
+
+def test_labels_are_whole_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    kind = "a-kind-of-note-with-a-very-long-name-" * 4
+    with Journal.open(tmp_path / JOURNAL_NAME) as journal:
+        journal.begin(RunFacts("multi-version", 1, False, 1, 2, 3, 0, 9, 0), at=1.0)
+        journal.note(kind, "short", at=8.0)
+    assert main(["show", str(tmp_path)]) == 0
+    assert kind in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_said_by_name(run_folder, tmp_path):

@@ -95,3 +95,50 @@ def test_numbers_that_were_not_measured_are_no_symptom() -> None:
     assert [subject.add({"update": number}) for number in range(5)] == [([], [])] * 5
     unmeasured = {**HEALTHY, "mismatch_kl": 1.0, "mismatch_tokens": 0.0}
     assert [subject.add({"update": number, **unmeasured})[1] for number in range(5)] == [[]] * 5
+
+
+def several(update: int, right: float, brief: float, **more: Any) -> dict[str, Any]:
+    """The line of an update without signal, whose two rewards are equal for all."""
+    parts = {"reward/right": right, "reward/brief": brief, "constant_rewards": {"right": right, "brief": brief}}
+    return {"update": update, **HEALTHY, **ILL["no-signal"], **parts, **more}
+
+
+def test_a_reward_that_is_0_everywhere_is_named_and_its_prompts_are_not_called_too_easy() -> None:
+    subject = Symptoms()
+    sentences = [text for number in range(5) for text in subject.add(several(number, 0.0, 1.0), "learnt")[1]]
+    assert len(sentences) == 1
+    assert "the run may not be learning" in sentences[0]
+    assert "`right` is 0 and `brief` is 1 in all completions of the last 3 updates" in sentences[0]
+    assert "too easy" not in sentences[0]
+
+
+def test_prompts_are_too_easy_if_every_reward_is_at_its_top() -> None:
+    subject = Symptoms()
+    subject.add({**several(0, 0.2, 1.0), "constant_rewards": {"brief": 1.0}}, "unknown")
+    sentences = [text for number in range(1, 4) for text in subject.add(several(number, 1.0, 1.0), "learnt")[1]]
+    assert len(sentences) == 1
+    assert "the prompts may be too easy" in sentences[0]
+
+
+def test_a_reward_that_fell_is_not_at_its_top() -> None:
+    subject = Symptoms()
+    subject.add({**several(0, 0.2, 1.0), "constant_rewards": {"brief": 1.0}}, "unknown")
+    sentences = [text for number in range(1, 6) for text in subject.add(several(number, 0.0, 1.0), "learnt")[1]]
+    assert len(sentences) == 1
+    assert "too easy" not in sentences[0]
+
+
+def test_one_constant_reward_for_every_completion_names_its_parts() -> None:
+    subject = Symptoms()
+    line = {"reward_std": 0.0, "reward_mean": 0.2}
+    sentences = [text for number in range(3) for text in subject.add(several(number, 0.0, 1.0, **line))[1]]
+    assert len(sentences) == 1
+    assert "every completion gets the reward 0.2 (`right` is 0 and `brief` is 1 in all of them)" in sentences[0]
+
+
+def test_a_constant_reward_at_its_top_is_named_too() -> None:
+    subject = Symptoms()
+    line = {"constant_rewards": {"brief": 1.0}, "reward/right": 0.5}
+    sentences = [text for number in range(4) for text in subject.add(several(number, 0.5, 1.0, **line))[1]]
+    assert len(sentences) == 1
+    assert "(mean 0.5; `brief` is 1 in all completions), so that each prompt is too easy or too hard" in sentences[0]

@@ -9,6 +9,7 @@ import pytest
 
 from stretto.environments.task_options import FileOptions, ScoredTaskOptions
 from stretto.errors import RecipeError
+from stretto.options import shown_variable
 from stretto.recipe.error_messages import all_keys
 from stretto.recipe.foreign_names import ELSEWHERE, OURS
 from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
@@ -569,6 +570,46 @@ def test_every_name_of_another_package_leads_to_an_option() -> None:
     assert not OURS.keys() & ELSEWHERE.keys()
 
 
+def refused(**changes: Any) -> str:
+    """Returns why a recipe with these tables is refused."""
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, **changes})
+    return str(caught.value)
+
+
+def test_names_of_other_packages_that_are_no_option_of_ours_come_with_what_to_do() -> None:
+    for mode in ("vllm_mode", "use_vllm"):
+        assert '`engine.type = "vllm"`' in refused(rollout={mode: "colocate"})
+    assert "did you mean `model.lora`?" in refused(model={"path": "tiny", "peft_config": 1})
+    assert "scale the reward" in refused(task={"type": "countdown-chain", "reward_clip": 5})
+    assert '`task.order = "pass-rate"`' in refused(algorithm={"difficulty_mask": True})
+    assert "`algorithm.advantage`" in refused(algorithm={"norm_mean_type": "group"})
+    assert "`rollout.filter`" in refused(algorithm={"query_filter_config": {"type": "mean"}})
+    assert "penalize repetition in the reward" in refused(rollout={"repetition_penalty": 1.1})
+    assert 'did you mean "dr-grpo"?' in refused(algorithm={"type": "dr_grpo"})
+
+
+def test_a_value_of_one_of_several_tasks_is_refused_without_a_word_on_their_number() -> None:
+    tasks = [{"type": "countdown-chain", "label": "a", "share": "70%"}, {"type": "guess", "label": "b", "share": "30%"}]
+    lines = refused(task=tasks).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        '`task.a.share = "70%"` must be a number',
+        '`task.b.share = "30%"` must be a number',
+    ]
+    assert "`task = []` must be a list of at least 1 values" in refused(task=[])
+
+
+def test_a_key_that_was_pasted_for_the_name_of_its_variable_is_not_shown() -> None:
+    judge = {"address": "http://host/v1", "model": "m", "prompt": "{completion}", "scale": [0, 1]}
+    file = {"type": "file", "path": "a.jsonl"}
+    said = refused(task={**file, "judge": {**judge, "api_key_env": "sk-proj-secret1234"}})
+    assert "`task.judge.api_key_env` must be the name of an environment variable" in said
+    assert "secret" not in said
+    assert "looks like a key" in shown_variable("AbCdEf0123456789abcdefABCDEF0123")
+    assert "looks like a key" in shown_variable("hf_abcdefGHIJKLmnop")
+    assert shown_variable("OPENAI_API_KEY") == "`OPENAI_API_KEY`"
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -701,6 +742,10 @@ ROWS = {"type": "file", "reward": "rewards:score"}
         ({"path": "a.csv", "columns": {"prompt": 3}}, r"`task.columns.prompt = 3` must be a string in quotes"),
         ({"dataset_name": "openai/gsm8k", "path": "a.csv"}, r"did you mean `task.dataset.name`\?"),
         ({"train_files": "a.csv", "path": "a.csv"}, r"did you mean `task.path`\?"),
+        (
+            {"path": "a.csv", "columns": {"completion": "a"}},
+            r"`task.columns.completion`: the name `completion` is reserved .* `task.columns = { answer = \"a\" }`",
+        ),
         ({"prompt_key": "q", "path": "a.csv"}, r"did you mean `task.columns`\?"),
         ({"filter_overlong_prompts": True, "path": "a.csv"}, r"did you mean `task.too_long`\?"),
         ({"max_prompt_length": 9, "path": "a.csv"}, r"`task.too_long` says what becomes of longer ones"),

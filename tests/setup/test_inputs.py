@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from stretto.environments.custom import EnvironmentSpec
-from stretto.environments.data import Row
+from stretto.environments.data import PromptStream, Row
+from stretto.environments.rows import count_shared
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
@@ -100,6 +103,39 @@ def test_text_that_the_tokenizer_does_not_know_is_told_of(tmp_path):
     (note,) = found.notes(recipe)
     assert note.startswith("1 prompts have text that the tokenizer of `model.path` does not know, such as `\u00e9` in ")
     assert "rows.jsonl:21" in note
+
+
+def test_an_unknown_token_that_only_the_model_of_the_tokenizer_names_is_seen_too():
+    inner = Tokenizer(models.BPE(vocab={"<unk>": 0, "a": 1, "b": 2}, merges=[], unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert tokenizer.unk_token_id is None
+    rows = [Row(text="ab"), Row(text="a\u2603b", where="rows.jsonl:2")]
+    stream = PromptStream(rows, tokenizer, seed=0, max_prompt_tokens=8)
+    assert (stream.num_unknown, stream.first_unknown) == (1, "`\u2603` in rows.jsonl:2")
+
+
+def test_held_out_prompts_that_are_trained_on_too_are_counted(tmp_path):
+    some = {"evaluation": {"prompts": 4}}
+    found, recipe = inputs_of(tmp_path, [{"prompt": "same", "answer": i} for i in range(40)], **some)
+    (note,) = found.notes(recipe)
+    assert note.startswith("4 of 4 held-out prompts of ")
+    assert "are also among its training prompts" in note
+    found, recipe = inputs_of(tmp_path, [{"messages": said("same")}] * 40, **some)
+    assert "4 of 4 held-out prompts" in next(found.notes(recipe))
+    found, recipe = inputs_of(tmp_path, [{"prompt": f"number {i}"} for i in range(40)], **some)
+    assert list(found.notes(recipe)) == []
+    path = str(tmp_path / "rows.jsonl")
+    found, recipe = inputs_of(tmp_path, [{"prompt": f"{i}"} for i in range(40)], {"evaluation_path": path}, **some)
+    assert "held-out prompts of" in next(found.notes(recipe))
+
+
+def test_prompts_are_shared_by_their_messages_and_for_environments_by_their_columns_too():
+    train = [Row(messages=tuple(said("a")), columns={"n": 1}), Row(text="b")]
+    held_out = [Row(messages=tuple(said("a")), columns={"n": 2}), Row(text="a"), Row(text="b")]
+    assert count_shared(train, held_out) == 2
+    assert count_shared(train, held_out, by_columns=True) == 1
+    system = [Row(messages=({"role": "system", "content": "s"}, *said("a")))]
+    assert count_shared(train, system) == 0
 
 
 def test_more_prompts_than_rows_are_told_of(tmp_path):

@@ -202,11 +202,19 @@ def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:
     name = own.task.name
     if len(recipe.tasks) > 1:
         share = (own.recipe.task.share or 1.0) / sum(task.share or 1.0 for task in recipe.tasks)
-        name = f"task `{own.label}`, {share:.4g} of the groups, up to {own.recipe.rollout.max_tokens} tokens: {name}"
+        groups = recipe.rollout.prompts * recipe.training.steps
+        name = f"task `{own.label}`, {_share_text(share, groups)}, up to {own.recipe.rollout.max_tokens} tokens: {name}"
     return (
         f"{name}: {own.prompts.num_rows:,} prompts of up to {longest} tokens, "
         f"{0 if held_out is None else held_out.num_rows:,} held out, {own.form}, {scored}"
     )
+
+
+def _share_text(share: float, groups: int) -> str:
+    """Returns the share of a task in words. A tiny one is not rounded away, nor is what is left of the others."""
+    if share * groups < 0.5:
+        return f"{share:.4g} of the groups (none of the {groups:,} of this run; raise its `share`)"
+    return f"{'more than 0.9999' if 0.99995 <= share < 1 else f'{share:.4g}'} of the groups"
 
 
 def describe_routing(recipe: Recipe, config: Any, longest_prompt: int) -> list[str]:

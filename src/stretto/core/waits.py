@@ -13,7 +13,7 @@ from stretto.core.ledger import Group, TrajectoryState
 if TYPE_CHECKING:
     from stretto.core.controller import Controller
 
-MOST_NAMED = 8  # groups or instances named in one reason
+MOST_NAMED = 3  # groups or instances named in one reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,17 @@ class RowsOptions(ChatTemplateOptions):
         None, description="System message, not empty; every `prompt` becomes a user message after it"
     )
 
+    @field_validator("columns")
+    @classmethod
+    def _refuse_reserved(cls, columns: dict[str, str]) -> dict[str, str]:
+        if "completion" in columns:
+            raise ValueError(
+                "`task.columns.completion`: the name `completion` is reserved for what the model generates; choose "
+                f"another one for `{columns['completion']}`, such as `task.columns = {{ answer = "
+                f'"{columns["completion"]}" }}`'
+            )
+        return columns
+
     @field_validator("system")
     @classmethod
     def _refuse_empty(cls, system: str | None) -> str | None:

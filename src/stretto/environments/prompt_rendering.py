@@ -11,6 +11,7 @@ from stretto.environments.row_faults import half_character, named
 from stretto.environments.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # beside those that a chat template names
+TOO_LONG_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # the name that transformers gives it
 SHOWN_LONG = 5  # prompts that are too long, in messages
 
 
@@ -33,7 +34,10 @@ class PromptRenderer:
         """`keep_last`: tokens that a prompt keeps, from its end; None: all."""
         self._tokenizer = tokenizer
         self._keep_last = keep_last
-        self._unknown = getattr(tokenizer, "unk_token_id", None)
+        self._unknown = _unknown_id(tokenizer)
+        said = getattr(tokenizer, "deprecation_warnings", None)
+        if isinstance(said, dict):  # prompts that are too long are refused, dropped or cut here, with words of our own
+            said[TOO_LONG_WARNING] = True
 
     @property
     def has_template(self) -> bool:
@@ -118,6 +122,20 @@ class PromptRenderer:
         return next((part for part in text if self._unknown in encode(part, add_special_tokens=False)), text[:20])
 
 
+def _unknown_id(tokenizer: Any) -> int | None:
+    """Returns the token that stands for text which a tokenizer does not know; None if it has none.
+
+    A tokenizer may use one in its model without naming it among its special tokens.
+    """
+    named_id: int | None = getattr(tokenizer, "unk_token_id", None)
+    if named_id is not None:
+        return named_id
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    token = getattr(getattr(inner, "model", None), "unk_token", None)
+    found: int | None = None if inner is None or token is None else inner.token_to_id(token)
+    return found
+
+
 @dataclass(slots=True)
 class CheckedRow:
     """The findings of the check of one row."""
@@ -152,8 +170,8 @@ class LongPrompts:
     def refusal(self, choices: Sequence[str]) -> str:
         """Returns why the prompts are refused, and what to do. `choices` are other values of `task.too_long`."""
         room = f"{self.limit:,} that the context (or `rollout.kv_tokens`) leaves beside `max_tokens`"
-        other = " or ".join(f'"{each}"' for each in choices)
-        choose = f", or set `task.too_long = {other}`" if choices else ""
+        other = " or ".join(f'`task.too_long = "{each}"`' for each in choices)
+        choose = f", or set {other}" if choices else ""
         if self.num == 1:
             ((place, length),) = self.first
             return (

@@ -49,6 +49,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 MESSAGES = "messages"  # the column of a row, and the parameter
 NOT_FINITE = "; a reward is a finite number"
+NONE_ALONE = (
+    f"{NOT_FINITE}; None says that one of several rewards (`[[task.rewards]]`) does not apply, and this is the only one"
+)
 ABSENT = math.nan  # the value of a reward that returned None: it does not apply to this completion
 ONE_AT_A_TIME = "one at a time"
 DEFAULT_BATCH = 512  # completions of one call
@@ -275,7 +278,8 @@ class RewardCall:
             name for name in ("log_extra", "log_metric") if name in parameters.defaults
         }  # fmt: skip
         self._known = None if columns is None else known
-        self._said = False
+        self._said = self._said_size = False
+        self._refuse_positional()
         if columns is not None:
             self._refuse_signature(columns)
 
@@ -392,7 +396,7 @@ class RewardCall:
         if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
             if inspect.iscoroutine(value):
                 value.close()
-            raise self._refused(value)
+            raise self._refused(value, NONE_ALONE if value is None else NOT_FINITE)
         number = float(value)
         if is_trainable(number):
             return number
@@ -404,11 +408,24 @@ class RewardCall:
         if isinstance(returned, str | bytes | Mapping | AbstractSet) or not hasattr(returned, "__iter__"):
             if inspect.iscoroutine(returned):
                 returned.close()
+            self._warn_of_size(reprlib.repr(returned), count)
             raise self._refused(returned, wanted)
         found = list(returned)
         if len(found) != count:
+            self._warn_of_size(f"{len(found)} values", count)
             raise RefusedError(f"{self.spec.shown} returned {len(found)} values{wanted}")
         return found
+
+    def _warn_of_size(self, returned: str, count: int) -> None:
+        """Prints once that a batch is scored again because of what was returned for it."""
+        if count > 1 and not self._said_size:
+            self._said_size = True
+            print(
+                f"{self.spec.shown} returned {returned} for a batch of {count} completions, so that these are scored "
+                f"again one at a time: {count + 1} calls instead of one, for every such batch; return a list with one "
+                "number for each completion",
+                flush=True,
+            )
 
     def failure(self, error: BaseException, asked: Sequence[Asked] = ()) -> str:
         """Returns the text of an error that the function raised, or of a value that was refused.
@@ -461,6 +478,19 @@ class RewardCall:
         return RefusedError(f"{self.spec.shown} returned {reprlib.repr(value)} ({type(value).__name__}){why}")
 
     # -- its signature -------------------------------------------------------------------------------------------------
+
+    def _refuse_positional(self) -> None:
+        """Raises `SpecError` if a parameter can only be given by position, and is not the one that comes there."""
+        signature = self._parameters.signature
+        every = () if signature is None else signature.parameters.values()
+        only = [each.name for each in every if each.kind is each.POSITIONAL_ONLY]
+        in_order = ("prompts", "completions") if self.batched else ("prompt", "completion")
+        if tuple(only) != in_order[: len(only)]:
+            raise SpecError(
+                f"`def {self.spec.target.partition(':')[2]}{signature}`{defined_at(self.function)} has parameters that "
+                "cannot be given by their names, because they stand before `/`; remove the `/`, so that each gets what "
+                "it is named after"
+            )
 
     def _refuse_signature(self, columns: Columns) -> None:
         """Raises `SpecError` if the function cannot be called with rows of these columns."""

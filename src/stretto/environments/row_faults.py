@@ -30,6 +30,13 @@ class RowFaults:
             if len(some) < SHOWN_PLACES:
                 some.append(place)
 
+    def include(self, others: RowFaults) -> None:
+        """Adds faults that were collected apart."""
+        for reason, count in others.counts.items():
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            if reason in others.places and (len(self.places) < SHOWN_REASONS or reason in self.places):
+                self.places[reason] = [*self.places.get(reason, []), *others.places[reason]][:SHOWN_PLACES]
+
     @property
     def text(self) -> str:
         """All faults: a sentence, or a line for each reason."""

@@ -129,9 +129,14 @@ def _json_lines(path: Path, file: IO[bytes], faults: RowFaults, hint: str = "") 
     for number, line in enumerate(file, start=1):
         where = f"{path}:{number}"
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()  # may begin with a mark
+            whole = line.decode("utf-8-sig" if number == 1 else "utf-8")  # may begin with a mark
+            text = whole.strip()
             record = json.loads(text) if text else None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
+            column = error.colno + len(whole) - len(whole.lstrip())
+            faults.add(where, f"this line is not JSON: {error.msg}, at column {column}{hint}")
+            continue
+        except (UnicodeDecodeError, RecursionError) as error:
             faults.add(where, f"this line is not JSON: {error}{hint}")
             continue
         if text:
@@ -151,7 +156,11 @@ def _read_json(path: Path, columns: Mapping[str, str], faults: RowFaults) -> Ite
         try:
             text = file.read().decode("utf-8-sig")
             records = json.loads(text)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
+            raise RecipeError(
+                f"{path}:{error.lineno}: this file is not JSON: {error.msg}, at column {error.colno}"
+            ) from error
+        except (UnicodeDecodeError, RecursionError) as error:
             raise RecipeError(f"`{path}` is not JSON: {error}") from error
     escaped = "\\u" in text
     del text
@@ -179,6 +188,7 @@ def _read_csv(path: Path, columns: Mapping[str, str], faults: RowFaults) -> Iter
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
+        began = 1  # the first line of the row that is read
         try:
             names = next(filter(None, lines), None)  # an empty line has none
             if names is None:
@@ -196,16 +206,29 @@ def _read_csv(path: Path, columns: Mapping[str, str], faults: RowFaults) -> Iter
                         "columns; put quotes around a value with a delimiter or a line break in it",
                     )
         except csv.Error as error:
-            raise RecipeError(f"{path}:{lines.line_num}: this line cannot be read as CSV: {error}") from error
+            long = f", which goes on to line {lines.line_num:,}," if lines.line_num > began else ""
+            quote = "; a quote that opens in it may not be closed" if long or "end of data" in str(error) else ""
+            raise RecipeError(f"{path}:{began}: this row{long} cannot be read as CSV: {error}{quote}") from error
         except UnicodeDecodeError as error:
             raise RecipeError(
-                f"`{path}` is not in UTF-8: byte 0x{error.object[error.start]:02x} {_near(lines.line_num)}; save it "
-                f"again in UTF-8, for example with `iconv -f WINDOWS-1252 -t UTF-8 {path}`"
+                f"{path}:{_undecodable_line(path)}: this line is not in UTF-8: it has the byte "
+                f"0x{error.object[error.start]:02x}; save the file again in UTF-8, for example with `iconv -f "
+                f"WINDOWS-1252 -t UTF-8 {path}`"
             ) from error
 
 
-def _near(line: int) -> str:
-    return f"after line {line}" if line else "in its first line or soon after"
+def _undecodable_line(path: Path) -> int:
+    """Returns the first line of a file that is not in UTF-8. No character of UTF-8 has the byte of a line break."""
+    with path.open("rb") as file:
+        return next((number for number, line in enumerate(file, start=1) if not _is_utf8(line)), 1)
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _check_header(where: str, names: Sequence[str], columns: Mapping[str, str], delimiter: str) -> None:

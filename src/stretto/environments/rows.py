@@ -44,19 +44,32 @@ def make_rows(
     read.
     """
     found, names = RowFaults() if faults is None else faults, dict(columns or {})
+    all_lack, some_lack = RowFaults(), RowFaults()  # a prompt: one of them is reported
     rows = []
     for where, record in records:
         try:
             row = to_row(renamed(record, names), where)
             rows.append(row if system is None else _with_system(row, system))
+        except _NoPromptError as error:
+            all_lack.add(where, missing_prompt(error.columns))
+            some_lack.add(where, _without_prompt(error.columns))
         except _BadRowError as error:
             found.add(where, str(error))
+    found.include(some_lack if rows else all_lack)
     found.refuse()
     return rows
 
 
 class _BadRowError(Exception):
     """A record that is no row; its text follows the place of the record in a sentence."""
+
+
+class _NoPromptError(_BadRowError):
+    """A record that has neither a prompt nor messages."""
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        super().__init__("it has neither a prompt nor messages")
+        self.columns = list(columns)
 
 
 def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -68,20 +81,51 @@ def split_held_out(rows: Sequence[Row], num: int, seed: int) -> tuple[list[Row],
     return train, [row for number, row in enumerate(rows) if number in held]
 
 
+def count_shared(train: Sequence[Row], held_out: Sequence[Row], *, by_columns: bool = False) -> int:
+    """Returns how many held-out rows ask what a training row asks too: the same text, or messages and tools.
+
+    `by_columns`: only if their columns are equal too, as in tasks where a prompt alone does not say what is asked.
+    Passes over the training rows once, with a lookup for each.
+    """
+    ends = {_last_text(row) for row in held_out}
+    trained = {_asks(row, by_columns) for row in train if _last_text(row) in ends}
+    return sum(_asks(row, by_columns) in trained for row in held_out)
+
+
+def _last_text(row: Row) -> str | None:
+    """Returns a text that two rows with the same prompt have in common, without much work."""
+    if row.messages is None:
+        return row.text
+    content = row.messages[-1].get("content")
+    return content if isinstance(content, str) else None
+
+
+def _asks(row: Row, by_columns: bool) -> tuple[Any, ...]:
+    asked = row.text if row.messages is None else json.dumps((row.messages, row.tools), sort_keys=True, default=str)
+    columns = json.dumps(row.columns, sort_keys=True, default=str) if by_columns else ""
+    return row.messages is None, asked, columns
+
+
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
 def renamed(record: Any, columns: Mapping[str, str]) -> Any:
     """Gives columns of a record other names: `columns` has ours with theirs.
 
-    A column that had the name already is replaced. If `prompt` or `messages` is among ours, the row is asked with that
-    one, and the other is left out.
+    A column that had the name already must be renamed too. If `prompt` or `messages` is among ours, the row is asked
+    with that one, and others of these names are left out.
     """
     if not columns or not isinstance(record, dict):
         return record
     for ours, theirs in columns.items():
         if theirs not in record:
             raise _BadRowError(missing_column(ours, theirs, record))
+        if ours in record and ours not in ASKING and ours not in columns.values():
+            raise _BadRowError(
+                f"`task.columns.{ours} = {theirs!r}` would replace a column `{ours}` that the row has; choose another "
+                f'name, or give that column one too, such as `task.columns = {{ {ours} = "{theirs}", other_{ours} = '
+                f'"{ours}" }}`'
+            )
     values = {ours: record[theirs] for ours, theirs in columns.items()}
     for theirs in columns.values():
         record.pop(theirs, None)
@@ -117,6 +161,14 @@ def missing_prompt(names: Iterable[str]) -> str:
     )
 
 
+def _without_prompt(names: Iterable[str]) -> str:
+    """Returns what is wrong with a row that has neither a prompt nor messages, while others have."""
+    return (
+        "this row lacks the column `prompt` or `messages` that other rows have; add it, or remove the row (its columns "
+        f"are {_listed(sorted(map(str, names)))})"
+    )
+
+
 LIKELY = ("question", "problem", "instruction", "input", "query", "text", "conversations", "conversation")
 """Columns that data sets often have for what is asked, the likeliest first."""
 
@@ -146,7 +198,7 @@ def to_row(record: Any, where: str) -> Row:
     if not held and given:
         raise _BadRowError(f"`{given[-1]}` is null; give it a value, or remove the row")
     if not held:
-        raise _BadRowError(missing_prompt(record))
+        raise _NoPromptError(record)
     if "completion" in record:
         raise _BadRowError(
             "the name `completion` is reserved for what the model generates; rename the column, for example with "

@@ -307,12 +307,14 @@ class Tally:
             totals.truncated += any(sample.completion.finish == "length" for sample in own)
         totals.groups_without_signal += int(report.metrics.get("groups_without_signal", 0))
         totals.updates_without_signal += is_without_signal(report.metrics)
+        num_lost = self._failed_since + totals.filtered - totals.filtered_before[0]
         cycle_s, self._last_ended = ended - self._last_ended, ended
         line: dict[str, Any] = {
             "kind": "update",
             "update": report.update,
             **report.metrics,
             **reward_means(own[0].reward_parts for own in uses),
+            **constant_rewards(own[0].reward_parts for own in uses),
             "at": ended,
             "tokens": tokens,
             "tokens_per_second": tokens / cycle_s if cycle_s > 0 else 0.0,
@@ -327,7 +329,7 @@ class Tally:
             "replayed_tokens": reused_tokens,
             **self._filtered_since(len({sample.group for sample in fresh})),
             "failed": self._failed_since,
-            **self._dropped_since(len(trained), tokens),
+            **self._dropped_since(len(trained), tokens, num_lost),
             "limits_reached": dict(self._limits_since),
             "spent": self._spent_since,
             **self._tasks.of_update(samples, totals.tasks),
@@ -346,8 +348,11 @@ class Tally:
         means = {"filtered_length": tokens / count, "filtered_reward": reward / groups} if groups else {}
         return {"filtered_groups": groups, "filtered_share": _ratio(groups, groups + trained_groups), **means}
 
-    def _dropped_since(self, num_trained: int, tokens: int) -> dict[str, float]:
-        """Metrics of the trajectories dropped since the last update; this one trains `num_trained`, with `tokens`."""
+    def _dropped_since(self, num_trained: int, tokens: int, num_lost: int) -> dict[str, float]:
+        """Metrics of the trajectories dropped since the last update; this one trains `num_trained`, with `tokens`.
+
+        `num_lost` failed or were filtered since then: the share is of all that ended, as in the summary.
+        """
         totals = self.totals
         now = (totals.dropped, totals.dropped_begun, totals.dropped_tokens, totals.sampled, totals.sampled_tokens)
         count, begun, dropped_tokens, sampled, sampled_tokens = (
@@ -356,7 +361,12 @@ class Tally:
         totals.lengths_before = now
         ratio = _ratio(_ratio(tokens, num_trained), _ratio(sampled_tokens, sampled))
         means = {"dropped_length": dropped_tokens / begun} if begun else {}
-        return {"dropped": count, "dropped_share": _ratio(count, count + num_trained), "length_ratio": ratio, **means}
+        return {
+            "dropped": count,
+            "dropped_share": _ratio(count, count + num_trained + num_lost),
+            "length_ratio": ratio,
+            **means,
+        }
 
     def _sampled(self, num_tokens: int) -> None:
         """Counts a length. A trajectory without tokens does not count: a failed request is not a short completion."""
@@ -440,6 +450,20 @@ class Tally:
 def reward_means(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, float]:
     """Returns the metrics of a task with several rewards: the mean of each, `reward/NAME`."""
     return {f"reward/{name}": mean for name, mean in part_means(parts).items()}
+
+
+def constant_rewards(parts: Iterable[Sequence[RewardPart] | None]) -> dict[str, dict[str, float]]:
+    """Returns a metric of a task with several rewards: those with one value for all that they apply to, and the value.
+
+    A reward with a negative weight is left out, because its best value is its lowest one. Empty if there is none.
+    """
+    values: dict[str, set[float]] = {}
+    for own in parts:
+        for name, weight, value in own or ():
+            if value is not None and weight > 0:
+                values.setdefault(name, set()).add(value)
+    constant = {name: min(found) for name, found in values.items() if len(found) == 1}
+    return {"constant_rewards": constant} if constant else {}
 
 
 def is_mixed(completion: Completion) -> bool:

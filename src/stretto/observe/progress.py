@@ -114,7 +114,7 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     if without := describe_signal(line):
         text += f"  {without}"
     if line.get("dropped"):
-        text += f"  dropped {line['dropped']} ({line['dropped_share']:.0%})"
+        text += f"  dropped {line['dropped']} ({line['dropped_share']:.0%} of those that ended since the last update)"
     if line["filtered_groups"]:
         text += f"  filtered {line['filtered_groups']} groups ({line['filtered_share']:.0%})"
     if line["replayed_sequences"]:

@@ -7,6 +7,8 @@ import re
 
 MOST_KINDS = 20  # kinds that are logged; further ones are counted together
 
+OTHERS = "of other kinds"
+
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
 
 
@@ -22,7 +24,7 @@ class Repeats:
         """Logs or counts a warning. Two are of one kind if they differ only in numbers, addresses and quoted text."""
         kind = _VARYING.sub("#", text)
         if kind not in self._first and len(self._first) >= MOST_KINDS:
-            kind = "of other kinds"
+            kind = OTHERS
         if kind in self._first:
             self._more[kind] = self._more.get(kind, 0) + 1
             return
@@ -32,5 +34,10 @@ class Repeats:
     def close(self) -> None:
         """Logs the counts. Safe to call twice."""
         for kind, count in self._more.items():
-            self._log.warning("and %d more like it: %s", count, self._first[kind])
+            if kind == OTHERS:
+                self._log.warning("and %d more %s", count, kind)
+            elif kind == self._first[kind]:
+                self._log.warning("and %d more like it: %s", count, kind)
+            else:  # each has its own numbers
+                self._log.warning("and %d more like it: %s", count, kind.replace("#", "..."))
         self._more.clear()

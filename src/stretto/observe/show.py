@@ -151,7 +151,7 @@ def _ends(counts: dict[str, int]) -> Text:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for name in others:
         wide = name == "last text"
         table.add_column(name, justify="left" if wide else "right", no_wrap=not wide, overflow="fold")

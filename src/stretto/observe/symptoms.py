@@ -17,6 +17,10 @@
 that learns may cut off every completion. Those of `PATIENT` also wait until the trend is known. Signal that is missing
 because the task is learnt is `solved`, which is said once, and whose end is not.
 
+With several rewards, the sentence of the first three names the rewards that are equal for all completions. A task is
+not learnt while one of them is *stuck*: it never was above 0, or it is below what it once was. Then there is no
+`solved`.
+
 Each kind is reported once when it begins, and once when it is over: after `HOLDS` updates in a row without it. It is
 not reported again in the same run. `collapse.py` compares a run with its own past; the bounds here are absolute.
 """
@@ -24,7 +28,7 @@ not reported again in the same run. `collapse.py` compares a run with its own pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +41,7 @@ TRUNCATED = 0.95  # share of completions
 ENTROPY_GONE = 1e-3  # nats a token; a policy that has learnt a small task well still has 20 times as much
 MISMATCH_LARGE = 0.05  # a token; ratios are then off by about 30 %, beyond the usual clip of 20 %
 FAILING = 0.5  # share of trajectories
+LOWER = 0.1  # share of the range of a reward's means, by which a constant one is clearly below its highest
 
 # A kind that says more than another: while it holds, the other is not reported.
 IMPLIES = {"reward-constant": ("no-signal", "little-signal", "gradient-zero"), "no-signal": ("little-signal",)}
@@ -71,11 +76,16 @@ class Symptoms:
     over: dict[str, int] = field(default_factory=dict)  # kind -> the update at which its end was reported
     _held: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row
     _absent: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row without it
+    _parts: _Parts = field(default_factory=lambda: _Parts())
 
     def add(self, line: Line, outlook: Outlook = "flat") -> tuple[list[str], list[str]]:
         """Adds the line of an update. Returns the kinds that hold now, and sentences for those that began or ended."""
         update = int(line["update"])
-        found = dict(_found(line))
+        self._parts.add(line)
+        stuck = self._parts.stuck()
+        if outlook == "learnt" and stuck:
+            outlook = "flat"
+        found = dict(_found(line, self._parts.described(), stuck))
         if outlook == "learnt" and ("no-signal" in found or "little-signal" in found):
             found["solved"] = _solved(line)
         excused = EXCUSED if outlook in ("rising", "learnt") else PATIENT if outlook == "unknown" else ()
@@ -97,14 +107,55 @@ class Symptoms:
         return [kind for kind in holding if kind not in implied], sentences
 
 
+@dataclass(slots=True)
+class _Parts:
+    """The rewards of a task that has several: which of them have been equal for all completions, and their means."""
+
+    _constant: dict[str, tuple[float, int]] = field(default_factory=dict)  # name -> value, updates in a row
+    _means: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> lowest and highest so far
+
+    def add(self, line: Line) -> None:
+        """Adds the line of an update."""
+        found = line.get("constant_rewards", {})
+        before = self._constant
+        self._constant = {
+            name: (value, before[name][1] + 1 if name in before and before[name][0] == value else 1)
+            for name, value in found.items()
+        }
+        for key, mean in line.items():
+            if key.startswith("reward/"):
+                low, high = self._means.get(key[7:], (mean, mean))
+                self._means[key[7:]] = (min(low, mean), max(high, mean))
+
+    def _lasting(self) -> dict[str, float]:
+        return {name: value for name, (value, updates) in self._constant.items() if updates >= HOLDS}
+
+    def stuck(self) -> list[str]:
+        """Returns the rewards that are constant and not at their top."""
+        return [name for name, value in self._lasting().items() if self._is_stuck(name, value)]
+
+    def _is_stuck(self, name: str, value: float) -> bool:
+        low, high = self._means.get(name, (value, value))
+        return value <= 0 if low == high else value < high - LOWER * (high - low)
+
+    def described(self) -> str:
+        """Returns a clause that names the constant rewards, the stuck ones first; empty if there is none."""
+        lasting = self._lasting()
+        names = sorted(lasting, key=lambda name: not self._is_stuck(name, lasting[name]))
+        return " and ".join(f"`{name}` is {lasting[name]:.3g}" for name in names)
+
+
 def is_without_signal(metrics: Line) -> bool:
     """True if no group of an update had two different rewards, so that nothing could be learnt from them."""
     return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
 
 
-def _found(line: Line) -> Iterator[tuple[str, str]]:
-    """Returns the symptoms of one update, each with words for it. A number that was not measured is no symptom."""
-    yield from _signal(line)
+def _found(line: Line, constant: str = "", stuck: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Returns the symptoms of one update, each with words for it. A number that was not measured is no symptom.
+
+    `constant` names the rewards that are equal for all completions, `stuck` those of them that are not at their top.
+    """
+    yield from _signal(line, constant, stuck)
     if line.get("truncated", 0.0) >= TRUNCATED:
         yield (
             "truncated",
@@ -147,31 +198,46 @@ def _found(line: Line) -> Iterator[tuple[str, str]]:
         )
 
 
-def _signal(line: Line) -> Iterator[tuple[str, str]]:
+def _signal(line: Line, constant: str, stuck: Sequence[str]) -> Iterator[tuple[str, str]]:
     reward, update = line.get("reward_mean", math.nan), line["update"]
     look = f"look at samples with `stretto show RUN --update {update}`"
+    parts = f" ({constant} in all of them)" if constant else ""
     if line.get("reward_std") == 0 and line.get("num_sequences", 0) > 1 and is_without_signal(line):
         yield (
             "reward-constant",
-            f"every completion gets the reward {reward:.3g}; {look}: if they are right, the task is solved; otherwise "
-            "the reward does not see the answer, or no completion is ever right: start with easier prompts, or give "
-            "credit for a part",
+            f"every completion gets the reward {reward:.3g}{parts}; {look}: if they are right, the task is solved; "
+            "otherwise the reward does not see the answer, or no completion is ever right: start with easier prompts, "
+            "or give credit for a part",
         )
+    never = ", ".join(f"`{name}`" for name in stuck)
+    advice = (
+        f"{constant} in all completions of the last {HOLDS} updates or more; {look}: if they are right, {never} does "
+        "not see the answer; otherwise no completion is ever right: start with easier prompts, or give credit for a "
+        "part"
+    )
     if is_without_signal(line):
+        each = f"; {constant} in all completions" if constant and not stuck else ""
+        equal = f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}{each})"
         yield (
             "no-signal",
-            f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}), so that each prompt "
-            f"is too easy or too hard; {look}, choose other prompts, raise `rollout.group` or `rollout.temperature`, "
-            "or let the reward tell better completions from worse ones",
+            f"{equal}: {advice}"
+            if stuck
+            else f"{equal}, so that each prompt is too easy or too hard; {look}, choose other prompts, raise "
+            "`rollout.group` or `rollout.temperature`, or let the reward tell better completions from worse ones",
         )
     groups, filtered = line.get("groups", 0), line.get("filtered_groups", 0)
     without = line.get("groups_without_signal", 0) + filtered
     if groups + filtered >= FEWEST_GROUPS and without >= LITTLE * (groups + filtered):
+        equal = (
+            f"{without:.0f} of {groups + filtered:.0f} groups have equal rewards and train nothing (mean reward "
+            f"{_reward_without(line):.3g})"
+        )
         yield (
             "little-signal",
-            f"{without:.0f} of {groups + filtered:.0f} groups have equal rewards and train nothing (mean reward "
-            f"{_reward_without(line):.3g}): most prompts are too easy, or too hard; choose others, or draw those in "
-            'between more often with `task.order = "pass-rate"`',
+            f"{equal}: {advice}"
+            if stuck
+            else f"{equal}: most prompts are too easy, or too hard; choose others, or draw those in between more often "
+            'with `task.order = "pass-rate"`',
         )
 
 

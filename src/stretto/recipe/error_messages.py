@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from stretto.options import form_of
+from stretto.options import VARIABLE, form_of, looks_like_key
 from stretto.recipe.foreign_names import foreign_hint
 
 _KINDS = {"constrained-int", "constrained-str"}  # pydantic's names of union members that are not tables
@@ -42,7 +42,7 @@ _MUST = " must be "
 
 def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
     """Returns one line for each option. `recipe` is the model that validated `raw`."""
-    found = list(problems)
+    found = [problem for problem in problems if not _is_spurious(problem)]
     lines = _joined(line for problem in found for line in _sentences(problem, recipe, raw))
     ratio = next((each["input"] for each in found if _is_ratio(each)), None)
     if ratio is None:
@@ -54,6 +54,16 @@ def explain(problems: Iterable[Mapping[str, Any]], recipe: type[BaseModel], raw:
         f"({ratio + 1:g} * `rollout.prompts`)"
     )
     return [line + hint if line.startswith("`rollout.staleness = ") else line for line in lines]
+
+
+def _is_spurious(problem: Mapping[str, Any]) -> bool:
+    """Tells if a list is called too short although it is not: pydantic counts only the values that are valid."""
+    given = problem.get("input")
+    return (
+        problem["type"] == "too_short"
+        and isinstance(given, list | tuple)
+        and len(given) >= problem["ctx"]["min_length"]
+    )
 
 
 def _is_ratio(problem: Mapping[str, Any]) -> bool:
@@ -100,15 +110,25 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
         yield f"`{name}` is missing"
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         given = f" = {as_toml(got['type'])}" if isinstance(got, Mapping) and "type" in got else ""
-        yield f"`{name}.type{given}` must be one of {', '.join(map(as_toml, _variants(recipe, names)))}"
+        variants = _variants(recipe, names)
+        near = difflib.get_close_matches(_plain(got.get("type")), variants, n=1) if isinstance(got, Mapping) else []
+        hint = f"; did you mean {as_toml(near[0])}?" if near else ""
+        yield f"`{name}.type{given}` must be one of {', '.join(map(as_toml, variants))}{hint}"
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
         example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
         yield f"`{name} = {as_toml(got)}`: `{name}` is a table, not a value{example}"
     elif kind == "value_error":
         yield _in_full(str(problem["msg"]).removeprefix("Value error, "), name, names, recipe)
+    elif kind == "string_pattern_mismatch" and problem["ctx"]["pattern"] == VARIABLE and looks_like_key(str(got)):
+        yield f"`{name}`{_MUST}{_expected(problem)}; its value looks like a key, and is not shown"
     else:
         yield f"`{name} = {as_toml(got)}`{_MUST}{_expected(problem)}"
+
+
+def _plain(tag: Any) -> str:
+    """Returns the type of a table as we would write it."""
+    return str(tag).lower().replace("_", "-")
 
 
 def _in_full(text: str, name: str, names: Sequence[str], recipe: type[BaseModel]) -> str:

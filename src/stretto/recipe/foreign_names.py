@@ -31,6 +31,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "lora_target_modules": ("model.lora.targets",),
     "model_name": ("model.path",),
     "model_name_or_path": ("model.path",),
+    "peft_config": ("model.lora",),
     "pretrain": ("model.path",),
     "r": ("model.lora.rank",),
     "target_modules": ("model.lora.targets",),
@@ -117,7 +118,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "filter_zero_advantages": ("rollout.filter",),
     "is_use_additional_prompts": ("rollout.filter",),
     "max_num_gen_batches": ("rollout.filter_limit",),
-    "query_filter_config": ("rollout.filter",),
     "use_additional_prompts": ("rollout.filter",),
     # algorithm
     "add_token_level_kl": ("algorithm.kl.place",),
@@ -157,8 +157,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "mask_truncated_completions": ("algorithm.mask_truncated",),
     "max_len_mask": ("algorithm.mask_truncated",),
     "norm_adv_by_std_in_grpo": ("algorithm.advantage",),
-    "norm_mean_type": ("algorithm.advantage",),
-    "norm_std_type": ("algorithm.advantage",),
     "overlong_buffer": ("algorithm.length",),
     "pg_clip": _CLIPS,
     "pg_clip_high": ("algorithm.clip_high",),
@@ -227,8 +225,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "use_wandb": ("observe.sinks",),
     "wandb_project": ("observe.wandb.project",),
     # engine
-    "use_vllm": ("engine.type",),
-    "vllm_mode": ("engine.type",),
     # runtime
     "device_mapping": ("runtime.trainers", "runtime.instances"),
     "heartbeat_stale_after_s": ("runtime.instance_seconds",),
@@ -252,12 +248,24 @@ ELSEWHERE: dict[str, str] = {
     "fp16": 'set `model.dtype = "float16"`',
     "default_local_dir": "name the run folder with `--out RUN`",
     "logging_dir": "name the run folder with `--out RUN`",
+    "difficulty_mask": 'leave it out; `task.order = "pass-rate"` draws prompts of medium difficulty more often, and '
+    '`rollout.filter = "no-signal"` replaces groups with equal rewards',
     "logging_steps": "every update is written to `RUN/metrics.jsonl`",
     "max_prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`; "
     "`task.too_long` says what becomes of longer ones",
     "max_seq_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "map": "write the mapped rows to a file, or give them to `data=` of `stretto.train`; `task.columns` only renames",
     "num_iterations": _PASSES,
+    "norm_mean_type": "did you mean `algorithm.advantage`? It says what is subtracted from rewards, and what they are "
+    "divided by",
+    "norm_std_type": "did you mean `algorithm.advantage`? It says what is subtracted from rewards, and what they are "
+    "divided by",
+    "query_filter_config": 'did you mean `rollout.filter`? `rollout.filter = "no-signal"` replaces groups with equal '
+    "rewards",
+    "repetition_penalty": "leave it out: tokens are sampled from the policy as it is, so that their probabilities are "
+    "those that it is trained with; penalize repetition in the reward",
+    "reward_clip": "scale the reward in its function, or with `weight` in `[[task.rewards]]`",
+    "advantage_clip": "scale the reward in its function, or with `weight` in `[[task.rewards]]`",
     "output_dir": "name the run folder with `--out RUN`",
     "ppo_epochs": _PASSES,
     "prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`",
@@ -268,6 +276,8 @@ ELSEWHERE: dict[str, str] = {
     "tag_included": "write the rows of each domain to a file, and make it a task, `[[task]]` with `label` and `share`",
     "trigger_parameter_sync_step": "every update makes a version, and engines hold it before its first token",
     "trust_remote_code": "code of a model folder is never run",
+    "use_vllm": 'set `engine.type = "vllm"`; the native engine is the default',
+    "vllm_mode": 'set `engine.type = "vllm"`, which has a process of its own for each instance',
     "weight_sync_steps": "every update makes a version, and engines hold it before its first token",
 }
 

@@ -32,6 +32,7 @@ from stretto.environments.reward_calls import ONE_AT_A_TIME, Columns, RewardSpec
 from stretto.environments.reward_environment import named_variables
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.judge_options import JudgeOptions
+from stretto.environments.rows import count_shared
 from stretto.environments.sandbox import PARTS, RESERVED_NUMBERS, missing
 from stretto.environments.sandbox_processes import held_parts
 from stretto.environments.task_options import (
@@ -97,6 +98,7 @@ class TaskInputs:
         yield from _sandbox_notes(recipe)
         yield from self._data_notes(recipe)
         yield from self._given_notes()
+        yield from self._overlap_notes()
         wanted = recipe.evaluation.prompts
         if self.held_out is not None and self.held_out.num_rows < wanted:
             why = f"{self.task.name} has no more to spare"
@@ -146,6 +148,19 @@ class TaskInputs:
                     f"{long.num:,} {held}prompts of {self.task.name} have more than {long.limit:,} tokens and {done} "
                     f'(`task.too_long = "{_too_long(recipe.task)}"`): {long.places}'
                 )
+
+    def _overlap_notes(self) -> Iterator[str]:
+        """Says how many held-out prompts are trained on too. Generated rows are not compared."""
+        train, held_out = self.task.train, self.task.evaluation
+        if self.held_out is None or not isinstance(train, list) or not isinstance(held_out, list):
+            return
+        shared = count_shared(train, held_out, by_columns=self.task.environment is not None)
+        if shared:
+            yield (
+                f"{shared:,} of {len(held_out):,} held-out prompts of {self.task.name} are also among its training "
+                "prompts: scores of evaluations do not tell what was learnt from what was memorized; remove the "
+                "duplicates, or name other rows in `task.evaluation_path`"
+            )
 
     def _given_notes(self) -> Iterator[str]:
         """Says where a reward or an environment runs that no worker process can import."""
@@ -469,9 +484,9 @@ def _sandbox_notes(recipe: OneTaskRecipe) -> Iterator[str]:
     processes = recipe.task.sandbox.processes
     if os.getuid() == 0 and "process count" in held:
         yield (
-            f"`task.sandbox.processes = {processes}` is up to {RESERVED_NUMBERS + processes} {where}, because this "
-            f"process is root's: the kernel bounds its process numbers, of which it gives the first {RESERVED_NUMBERS} "
-            "once; run as another user"
+            f"`task.sandbox.processes = {processes}` is not exact {where}: code in the sandbox may have up to "
+            f"{RESERVED_NUMBERS + processes} processes at once, because this process runs as root; run it as another "
+            f"user for a limit of {processes}"
         )
     readable = "every file" if os.getuid() == 0 else "the files that your user can read"
     readable += " outside of the home folder" if "home" in held else ""

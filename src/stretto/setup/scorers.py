@@ -18,6 +18,7 @@ from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.task_options import FileOptions, TaskOptions, option_of
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
+from stretto.options import shown_variable
 from stretto.recipe.schema import OneTaskRecipe, Recipe
 from stretto.setup.device import choose_device, choose_dtype
 
@@ -75,8 +76,8 @@ def judge_variables(options: JudgeOptions, option: str = "task.judge") -> dict[s
         return {}
     if not os.environ.get(name, "").strip():
         raise RecipeError(
-            f"`{option}.api_key_env` names `{name}`, which is not set in the environment of this process, or is empty: "
-            "set it to the key of the judge"
+            f"`{option}.api_key_env` names {shown_variable(name)}, which is not set in the environment of this "
+            "process, or is empty: name a variable there, and set it to the key of the judge"
         )
     return {name: os.environ[name]}
 

@@ -197,6 +197,31 @@ def test_a_reply_that_is_no_chat_completion_counts_as_away():
     assert len(server.calls) == 3
 
 
+def test_an_address_that_never_answers_with_a_chat_completion_halts_scoring_soon():
+    with running(FakeJudge(lambda body: Reply(body="<html>welcome</html>"))) as server:
+        found = scored(options(server, outage_seconds=600.0), "two", "three")
+    assert all(isinstance(error, HaltError) for error in found)
+    assert "4 calls in a row got a reply that is not a chat completion: '<html>welcome</html>'" in str(found[0])
+    assert "Correct `task.judge.address`" in str(found[0])
+    assert "Wait until" not in str(found[0])
+    assert len(server.calls) <= 8
+
+
+def test_a_judge_that_has_answered_before_may_show_a_page_for_a_while():
+    bodies = iter([None, *["<html>maintenance</html>"] * 6, None])
+    with running(FakeJudge(lambda body: Reply(body=next(bodies)))) as server:
+        assert scored(options(server, concurrency=1), "two", "three") == [0.7, 0.7]
+    assert len(server.calls) == 8
+
+
+def test_an_address_without_a_list_of_models_is_mentioned_at_the_check(capsys):
+    with running(FakeJudge(models=None)) as server:
+        Judge(options(server), columns=COLUMNS, must_answer=False)
+    said = capsys.readouterr().out
+    assert f"the list of models could not be read at {server.url}/models ('<html>welcome</html>')" in said
+    assert "check `task.judge.address`" in said
+
+
 def test_a_refused_key_is_named_by_its_variable_and_never_shown(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-wrong-and-secret")
     with running(FakeJudge(key="sk-right")) as server, pytest.raises(Exception, match="JUDGE_KEY") as caught:

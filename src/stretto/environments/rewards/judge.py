@@ -9,6 +9,8 @@
 | no answer, HTTP 429 or 5xx                     | asked again, later each time, at once if the judge is back          |
 | the same, while other calls are answered       | asked again `retries` times, then this completion fails             |
 | the same, for all calls, for `outage_seconds`  | the run stops (`HaltError`); no completion fails                    |
+| replies that are no chat completions, from a   | asked again; after `FOREIGN_REPLIES` to one question the run stops: |
+| judge that has answered nothing so far         | the address is wrong                                                |
 | the budget is used up                          | calls in flight are awaited, then the run stops                     |
 | the key is refused, the model is unknown       | the run stops at once                                               |
 | an answer without a score                      | asked again `clarifications` times, then this completion fails      |
@@ -44,12 +46,14 @@ from stretto.environments.rewards.judge_answers import (
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.rewards.judge_record import FILE, Answer, JudgeRecord, exhausted, key_of
 from stretto.environments.scoring_errors import HaltError, ScoringError
+from stretto.options import shown_variable
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 15.0
 SHOWN_AFTER_S = 2.0  # of an outage
 MAX_REPLY = 16 << 20  # bytes
 TRIES_AT_START = 3
+FOREIGN_REPLIES = 4  # to one question, in a row, that are no chat completions
 CHECK_S = 10.0  # for the list of models, if a recipe is only checked
 INSTALL = "`pip install 'stretto[judge]'`"
 RESUME = "then continue with `--resume`; what was generated is scored then"
@@ -58,13 +62,19 @@ Message = Mapping[str, str]
 
 
 class _FailedCall(Exception):  # noqa: N818 - it never leaves this module
-    """A call that may succeed if it is made again. `wait_s`: the time that the judge asks for."""
+    """A call that may succeed if it is made again. `wait_s`: the time that the judge asks for.
 
-    def __init__(self, reason: str, wait_s: float | None = None, *, throttled: bool = False) -> None:
+    `foreign`: there was a reply, and it is no chat completion.
+    """
+
+    def __init__(
+        self, reason: str, wait_s: float | None = None, *, throttled: bool = False, foreign: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.wait_s = wait_s
         self.throttled = throttled
+        self.foreign = foreign
 
 
 class Judge:
@@ -177,7 +187,7 @@ class Judge:
     async def _ask(self, key: str, body: Mapping[str, Any]) -> Answer:
         """Asks until there is an answer, and keeps it."""
         async with self._slots:
-            failures, delay_s = 0, FIRST_DELAY_S
+            failures, foreign, delay_s = 0, 0, FIRST_DELAY_S
             began = time.monotonic()
             while True:
                 await self._within_budget()
@@ -202,6 +212,12 @@ class Judge:
                     raise ScoringError(
                         f"{self._name} did not answer this question within `{self._option}.outage_seconds = "
                         f"{self._options.outage_seconds:g}`: {self._safe(failed.reason)}"
+                    )
+                foreign = foreign + 1 if failed.foreign else 0
+                if foreign >= FOREIGN_REPLIES and not self._num_answered:
+                    raise HaltError(
+                        f"{self._name} is no judge: {foreign} calls in a row got {self._safe(failed.reason)}. Correct "
+                        f"`{self._option}.address`, which ends before `/chat/completions`; {RESUME}"
                     )
                 self._failing.add(key)
                 self._is_away(failed)
@@ -247,7 +263,7 @@ class Judge:
             usage = reply.get("usage") or {}
             asked, answered = (_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise _FailedCall(f"a reply that is not a chat completion: {shown(text)}") from None
+            raise _FailedCall(f"a reply that is not a chat completion: {shown(text)}", foreign=True) from None
         budget = self._options.budget
         if budget is not None and (budget.tokens or budget.dollars) and None in (asked, answered):
             raise HaltError(
@@ -400,7 +416,7 @@ class Judge:
                     if reply.status in (401, 403):
                         raise SpecError(str(self._refused(reply.status, reply.reason or "", text, reply.headers)))
                     if reply.status < 500:
-                        self._warn_of_name(text if reply.status == 200 else "")
+                        self._read_models(reply.status, text)
                         return
                     problem = f"HTTP {reply.status} {reply.reason}"
             except TimeoutError:
@@ -418,13 +434,20 @@ class Judge:
             f"{self._name} does not answer ({self._safe(problem)}): start it, or correct `{self._option}.address`"
         )
 
-    def _warn_of_name(self, text: str) -> None:
-        """Prints a line if a list of models has no such name."""
+    def _read_models(self, status: int, text: str) -> None:
+        """Prints a line if a list of models has no such name, or if the reply is no such list."""
         try:
-            names = [str(each["id"]) for each in json.loads(text)["data"]]
+            names = [str(each["id"]) for each in json.loads(text)["data"]] if status == 200 else None
         except (ValueError, KeyError, TypeError):
-            return
-        if names and self._options.model not in names:
+            names = None
+        if names is None:
+            said = f"HTTP {status}" if status != 200 else self._safe(repr(text[:80]))
+            print(
+                f"the list of models could not be read at {self._at('models')} ({said}), so that nothing shows that "
+                f"there is a judge: check `{self._option}.address`, which ends before `/chat/completions`",
+                flush=True,
+            )
+        elif names and self._options.model not in names:
             near = difflib.get_close_matches(self._options.model, names, n=1, cutoff=0.0)
             print(
                 f"{self._options.address} does not list `{self._option}.model = {self._options.model!r}` among its "
@@ -451,7 +474,9 @@ def _key(options: JudgeOptions, option: str) -> str | None:
         return None
     key = os.environ.get(options.api_key_env, "").strip()
     if not key:
-        raise SpecError(f"`{option}.api_key_env` names `{options.api_key_env}`, which is not set or empty")
+        raise SpecError(
+            f"`{option}.api_key_env` names {shown_variable(options.api_key_env)}, which is not set or empty"
+        )
     return key
 
 
