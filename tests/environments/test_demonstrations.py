@@ -85,7 +85,7 @@ def test_a_demonstration_gets_the_system_message_of_the_task(tmp_path: Path) -> 
         ({"prompt": "1+1", "completion": "2" * 300}, r":2: the demonstration has 304 tokens \(3 of its prompt\)"),
         ({"prompt": "x" * 300, "completion": "2"}, r":2"),
         ({"prompt": "", "completion": "2"}, r":2"),
-        ({"completion": "2"}, r":2: a row has a column `prompt` or a column `messages`"),
+        ({"completion": "2"}, r":2: this row lacks the column `prompt` or `messages` that other rows have"),
         ([1], r":2: a row is an object with named columns, this is list"),
         (
             {"messages": [{"role": "wizard", "content": "1"}, {"role": "assistant", "content": "2"}]},
