@@ -44,6 +44,7 @@ def recipe(model: Path, scorer: Path | str) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_the_conversations_of_a_run(model: Path, scorer: Path, tmp_path: Path) -> None:
     assert f"scored by the reward model `{scorer}`" in str(check(recipe(model, scorer)))
     run(recipe(model, scorer), tmp_path / "run")

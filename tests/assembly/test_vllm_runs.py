@@ -251,6 +251,7 @@ def test_a_run_that_was_killed_goes_on(
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM sessions") == [(2,)]
 
 
+@pytest.mark.slow
 def test_instances_on_a_cluster_have_a_child_each(models: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("ray")
     changes = ('runtime.type="ray"', 'runtime.address="local"', "runtime.instances=2", "runtime.instance_cpus=0.5")

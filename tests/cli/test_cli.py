@@ -702,6 +702,7 @@ def clean_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_keeps_neither_the_run_nor_its_process(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(
         "import atexit, time\n"

@@ -92,6 +92,7 @@ def test_an_instance_whose_process_is_killed_says_so_to_everybody() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_instance_that_hangs_is_lost_within_its_deadline_and_its_process_is_ended() -> None:
     async def main() -> None:
         engine = instance(fake(), seconds=3.0)

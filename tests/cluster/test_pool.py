@@ -40,6 +40,7 @@ async def until(condition: Callable[[], bool]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_ids_are_never_used_twice_and_room_is_given_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

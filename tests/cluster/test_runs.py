@@ -56,6 +56,7 @@ def lost(folder: Path) -> int:
     return int(rows(folder, "SELECT count(*) FROM instances WHERE outcome = 'lost'")[0][0])
 
 
+@pytest.mark.slow
 def test_instances_that_are_killed_and_that_hang_are_replaced_and_nothing_is_lost(
     model: Path, tmp_path: Path, instances: list[RayEngine]
 ) -> None:

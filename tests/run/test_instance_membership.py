@@ -167,6 +167,7 @@ def test_one_that_hangs_is_replaced_after_its_deadline(
     assert "0.3 s (`runtime.instance_seconds`)" in reason
 
 
+@pytest.mark.slow
 def test_one_that_is_slow_but_moves_is_not_lost(tmp_path: Path) -> None:
     bench = Bench(
         tmp_path,

@@ -168,6 +168,7 @@ def test_an_engine_that_cannot_be_made_says_why() -> None:
         ChildProcess(options_of("missing"), module="fake_vllm_child")
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_engine_s_process(tmp_path: Path) -> None:
     """The driver is killed: the child notices by its pipe, and leaves neither processes nor files."""
     import subprocess
