@@ -43,9 +43,8 @@ data/gsm8k/train.jsonl: | .venv/installed
 test-models: install smollm2 models/qwen2.5-coder-0.5b/config.json
 	STRETTO_MODELS=models $(BIN)/python -m pytest tests/assembly/test_gsm8k_runs.py
 
-# Three processes on two cores: many tests wait for others.
 test: install lint types
-	$(BIN)/python -m pytest -n 3 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
 # What takes long: clusters whose machines die, hundreds of sessions, thousands of random schedules of the controller.
 # About twenty minutes on two cores. Run it before a release.

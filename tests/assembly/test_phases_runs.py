@@ -189,6 +189,7 @@ def test_a_negative_learning_rate_is_refused_by_name_at_the_command_line(
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_the_second_phase_leaves_a_run_that_goes_on(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(recipe(model, tmp_path, "evaluation.prompts=0"), folder)

@@ -225,6 +225,7 @@ def test_receipts_of_full_weights_have_the_digest_of_what_vllm_holds(vllm: str, 
 # -- agents, resumed runs, a cluster -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_agents_are_served_over_the_endpoint(vllm: str, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     summary = run(agents(model, tmp_path, 'engine.type="vllm"', "training.steps=2"), tmp_path / "run")
@@ -239,6 +240,7 @@ class Dies(Silent):
         raise KeyError("as if it were killed here")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

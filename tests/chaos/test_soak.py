@@ -10,6 +10,7 @@ import soak
 from stretto.run import pool_requests
 
 
+@pytest.mark.slow
 def test_a_run_whose_instances_join_leave_and_die_is_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

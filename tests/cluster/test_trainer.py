@@ -282,6 +282,7 @@ def test_a_version_is_written_by_its_rank_and_asked_for_again_where_it_is_lost(t
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_recipe_train_and_export_its_policy_as_one_process_does(model: Path, tmp_path: Path) -> None:
     made = recipe(
         model, tmp_path, "runtime.type=ray", "runtime.trainers=2", "runtime.trainer_cpus=0.1", "rollout.staleness=2",

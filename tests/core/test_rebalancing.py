@@ -214,3 +214,11 @@ def test_work_is_even_if_a_slower_instance_has_less_of_it():
     assert moves_to_even_out(7, {0: 20, 1: 10}, {0: 20, 1: 10}, [0, 1], paces={1: 0.5}) == []
     (move,) = moves_to_even_out(7, {0: 15, 1: 15}, {0: 15, 1: 15}, [0, 1], paces={1: 0.5})
     assert (move.source, move.target, move.count) == (1, 0, 5)
+
+
+def test_a_version_that_waits_gets_the_slot_of_one_that_only_could_start_groups() -> None:
+    """The bound of staleness was lowered from 5 to 1: groups of version 1, which are being scored, are due first."""
+    idle = InstanceView(id=7, slots=1, resident=frozenset({1}))
+    pool = PoolView([idle], newest=1, waiting={0: 3}, deadlines={0: 5, 1: 2}, top_up=3)
+    (change,) = rebalance(pool)
+    assert (change.instance, change.unload, change.load) == (7, (1,), (0,))

@@ -334,6 +334,7 @@ def test_time_without_an_instance_is_not_idle_time_of_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.slow
 def test_a_soak_of_hundreds_of_updates_with_instances_that_come_and_go_and_die(slots: int, tmp_path: Path) -> None:
     chance = random.Random(slots)
 

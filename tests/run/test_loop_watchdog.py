@@ -25,6 +25,7 @@ def hold_up(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_a_thread_that_is_held_up_is_told_of_once_and_where(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         with warn_when_blocked(900.0, warn_after_s=1.0):

@@ -2,9 +2,9 @@
 
 `rebalance` turns a view of the pool into changes: which instance holds which versions.
 
-1. Every version with trajectories needs a slot, earliest deadline first. So does the newest version as soon as a group
-   may start under it; before that, an instance that holds it would be idle. If there are fewer slots than versions that
-   need one, the trajectories of the remaining versions are suspended until a slot is free.
+1. Every version with trajectories needs a slot, earliest deadline first. So does the newest version, last, as soon as
+   a group may start under it; before that, an instance that holds it would be idle. If there are fewer slots than
+   versions that need one, the trajectories of the remaining versions are suspended until a slot is free.
 2. Slots are divided in proportion to the trajectories of each version, by largest remainder, at least one each. The
    trajectories that are about to start under the newest version count too. A version whose instances are all short of
    KV memory gets one more instance.
@@ -122,7 +122,17 @@ class Division:
 def divide(pool: PoolView) -> Division:
     """Divides the slots between the versions: steps 1 and 2."""
     needs = pool.needs()
-    urgent = sorted(needs, key=lambda version: (needs[version] == 0, pool.deadlines.get(version, math.inf), version))
+    # Nothing starts while a version waits for a slot. So the newest version comes last if nothing of it runs or waits,
+    # even if groups of it that are being scored are due first: so they may be once the bound of staleness was lowered.
+    to_start = {pool.newest: pool.top_up}
+    urgent = sorted(
+        needs,
+        key=lambda version: (
+            needs[version] == to_start.get(version, 0),
+            pool.deadlines.get(version, math.inf),
+            version,
+        ),
+    )
     fixed_counts: dict[int, int] = {}
     for instance in pool.instances:
         for version in instance.fixed:
