@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from hub_server import served
 
 Files = Mapping[str, bytes]
 
@@ -124,15 +125,6 @@ def _entry(path: str, data: bytes) -> dict[str, object]:
     return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
-@contextmanager
-def served_datasets() -> Iterator[DatasetHub]:
+def served_datasets() -> AbstractContextManager[DatasetHub]:
     """Serves a hub from a thread."""
-    hub = DatasetHub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
+    return served(DatasetHub())

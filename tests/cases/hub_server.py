@@ -6,8 +6,9 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 TOKEN = "hf_" + "a" * 34
 
@@ -93,15 +94,22 @@ def _mode(path: str) -> str:
     return "lfs" if path.endswith(".safetensors") else "regular"
 
 
+Server = TypeVar("Server", bound=ThreadingHTTPServer)
+
+
 @contextmanager
-def served_hub() -> Iterator[Hub]:
-    """Serves a hub from a thread."""
-    hub = Hub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+def served(server: Server) -> Iterator[Server]:
+    """Serves from a thread."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield server
     finally:
-        hub.shutdown()
-        hub.server_close()
+        server.shutdown()
+        server.server_close()
         thread.join()
+
+
+def served_hub() -> AbstractContextManager[Hub]:
+    """Serves a hub from a thread."""
+    return served(Hub())

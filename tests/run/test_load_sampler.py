@@ -1,4 +1,4 @@
-"""What one more row costs in a decode step, and how fast instances are, from load samples."""
+"""The cost of one more row in a decode step, and the speeds of instances, from load samples."""
 
 from __future__ import annotations
 

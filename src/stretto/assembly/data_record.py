@@ -1,4 +1,4 @@
-"""What the prompts of a run are made from, as its journal has it: files, revisions of data sets, the chat template.
+"""The sources of the prompts of a run, as its journal has them: files, revisions of data sets, the chat template.
 
 A run that is resumed must have the same rows to train on: its journal names them by their numbers. Rows to evaluate on
 may change, and the run says so.

@@ -53,7 +53,7 @@ class StepTimes:
 
 
 class InstanceSpeed:
-    """How fast one instance decodes, beside what is expected of a step of so many rows; later samples count more."""
+    """The speed of one instance, over what is expected of a step of so many rows; later samples count more."""
 
     def __init__(self) -> None:
         self._expected_s = self._seconds = 0.0

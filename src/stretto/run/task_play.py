@@ -36,7 +36,7 @@ class TaskPlay:
 
 
 Tasks = TaskPlay | Mapping[str | None, TaskPlay]
-"""How the tasks of a run are played: the only one, or each by its label."""
+"""The options for playing each task of a run: of the only one, or by label."""
 
 PlayOf = Callable[[str | None], TaskPlay]
 """Returns how the episodes of the task with a label are played; None: that of a task without one."""

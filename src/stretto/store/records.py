@@ -1,4 +1,4 @@
-"""What a reader of a journal returns: trajectories, groups, updates, samples, tasks, evaluations, phases, sessions."""
+"""Records that a reader of a journal returns: of trajectories, groups, updates, samples, tasks, phases and more."""
 
 from __future__ import annotations
 

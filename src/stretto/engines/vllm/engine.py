@@ -81,7 +81,7 @@ class _Trajectory:
 
     @property
     def recorded(self) -> Supports | None:
-        """What each token was drawn from; None if the request does not record it."""
+        """The tokens that each token was drawn from; None if the request does not record it."""
         if not (self.request.sampling.truncates and self.request.sampling.supports):
             return None
         counts = np.array([len(each) for each in self.supports], dtype=np.int32)

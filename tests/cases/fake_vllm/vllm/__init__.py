@@ -34,7 +34,7 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class SamplingParams:
-    """How tokens are drawn."""
+    """Options of sampling."""
 
     temperature: float = 1.0
     top_p: float = 1.0
