@@ -17,15 +17,16 @@ from bench.gpu import generation
 from bench.gpu.cells import Cell, Cells
 from bench.gpu.floor import Rates, Traffic, describe, traffic
 from bench.gpu.shapes import dtype_of, dtype_parameter
-from bench.gpu.sides import Ask, Outcome, Side, prompts
+from bench.gpu.sides import Ask, Outcome, Side, prompts, show_kernels
 
 WARM_TOKENS = 16
+PROFILED_TOKENS = 64
 MARGIN = 48  # tokens a row beyond what is asked for: pages are whole, and some steps warm up
 
 
 def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Namespace) -> list[Cell]:
     """What there is to measure for one size on one side, in the order of the batches, filled contexts last."""
-    same = {"size": size, **dtype_parameter(options)}
+    same = {"size": size, **dtype_parameter(options), **({"routing": 0} if options.no_routing else {})}
     short = [
         Cell("decode", side, {**same, "batch": b, "lora": n, "prompt": options.prompt, "tokens": options.tokens})
         for b in options.batches
@@ -100,6 +101,8 @@ def _short(side: Side, cell: Cell, rates: Rates | None, options: argparse.Namesp
     side.generate(asks(cell, min(WARM_TOKENS, tokens), seed=_int(cell, "batch")))
     outcomes = [side.generate(asks(cell, tokens, seed=10_000 + r)) for r in range(options.repeats)]
     results = results_of(outcomes)
+    if options.profile:
+        show_kernels(side, asks(cell, min(PROFILED_TOKENS, tokens), seed=30_000))
     if rates is not None:
         batch, prompt, lora = (_int(cell, name) for name in ("batch", "prompt", "lora"))
         needs = _traffic(cell, options)

@@ -47,7 +47,8 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     parser.add_argument("--filled-batches", type=integers, default=[64, 16, 1, 128])
     parser.add_argument("--steps", type=int, default=64, help="timed steps of a filled cell")
     parser.add_argument("--prefills", type=products, default=[(8_192, 32), (1_024, 256)], help="tokens x prompts")
-    parser.add_argument("--profile", action="store_true", help="native prefill: print the kernels by their time")
+    parser.add_argument("--profile", action="store_true", help="native: print the kernels by their time")
+    parser.add_argument("--no-routing", action="store_true", help="native: a mixture of experts records no routing")
     parser.add_argument("--tails", type=words, default=["short", "published"])
     parser.add_argument("--groups", type=integers, help="groups of a rollout; default: by the tail, 64, or 32 and 16")
     parser.add_argument("--sustained", type=float, default=2.0, help="completions counted, in multiples of the rows")
@@ -111,7 +112,12 @@ def measure(options: argparse.Namespace) -> None:
         if options.side == "native":
             rates = measure_rates(options.device, quick=options.tiny, dtype=options.dtype)
             side: Side = NativeSide(
-                size, lora=lora, device=options.device, prefill_tokens=options.prefill_tokens, dtype=options.dtype
+                size,
+                lora=lora,
+                device=options.device,
+                prefill_tokens=options.prefill_tokens,
+                dtype=options.dtype,
+                routing=not options.no_routing,
             )
         else:
             # Of all benches, pending or not: vLLM compiles for the context, so that a resumed run finds it again.

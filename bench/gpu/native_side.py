@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.gpu.floor import traffic
-from bench.gpu.shapes import RANK, adapter, base_weights, dtype_of, make_model
+from bench.gpu.shapes import RANK, SHAPES, adapter, base_weights, dtype_of, make_model
 from bench.gpu.sides import SLOTS, Ask, Outcome, expect
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
@@ -40,10 +40,12 @@ class NativeSide:
         prefill_tokens: int,
         versions: int | None = None,
         dtype: str | None = None,
+        routing: bool = True,
     ) -> None:
         self.size, self.lora, self.device, self.prefill_tokens = size, lora, torch.device(device), prefill_tokens
         self.versions = (SLOTS if lora else 1) if versions is None else versions
         self.model = make_model(size, device, dtype=dtype)
+        self.routing = routing and SHAPES[size].num_experts > 0  # requests ask for the experts of their tokens
         self.traffic = traffic(size, dtype_of(device, dtype))
         self._engine: NativeEngine | None = None
         self._next_id = 0
@@ -73,6 +75,7 @@ class NativeSide:
             max_context=max_context,
             lora_rank=RANK if self.lora else None,
             prefill_tokens=self.prefill_tokens,
+            records_routing=self.routing,
         )
         make = adapter if self.lora else base_weights
         for version in range(self.versions):
@@ -96,7 +99,7 @@ class NativeSide:
         self._next_id += len(asks)
         for id, ask in enumerate(asks, start):
             group = -1 if ask.group < 0 else start + ask.group
-            yield Request(id, ask.version, ask.prompt, id, Sampling(ask.tokens), group=group)
+            yield Request(id, ask.version, ask.prompt, id, Sampling(ask.tokens, routing=self.routing), group=group)
 
     def generate(self, asks: Sequence[Ask]) -> Outcome:
         """Besides the whole, `step_ms`: from the end of the prefill to the first row that ends, when all rows decode.

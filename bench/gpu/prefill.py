@@ -13,17 +13,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from bench.gpu import generation
 from bench.gpu.cells import Cell, Cells
 from bench.gpu.decode import results_of
 from bench.gpu.floor import Rates
 from bench.gpu.shapes import dtype_parameter
-from bench.gpu.sides import Ask, Outcome, Side, prompts
+from bench.gpu.sides import Ask, Outcome, Side, prompts, show_kernels
 
 MARGIN = 48  # tokens a row beyond what is asked for: pages are whole
-SHOWN = 25  # kernels of a profile
 
 
 def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Namespace) -> list[Cell]:
@@ -58,10 +55,8 @@ def _cell(side: Side, cell: Cell, rates: Rates | None, options: argparse.Namespa
 
     once(1)
     outcomes = [once(10_000 + repeat) for repeat in range(options.repeats)]
-    if options.profile and side.name == "native" and torch.cuda.is_available():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            once(20_000)
-        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=SHOWN, max_name_column_width=60))
+    if options.profile:
+        show_kernels(side, _asks(cell, 20_000))
     results = results_of(outcomes)
     tokens = int(cell.parameters["batch"]) * int(cell.parameters["prompt"])
     results["prompt_tokens_per_s"] = tokens / min(results["seconds"])

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from bench.gpu.shapes import SHAPES
 
 SLOTS = 3  # adapters that either side can hold at once, as many as a recipe with K = 2 needs
+SHOWN = 30  # kernels of a profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ class Side(Protocol):
     def filled_steps(self, asks: Sequence[Ask], steps: int) -> Outcome:
         """The time of `steps` decode steps over prompts whose KV is there already; `tokens` of an ask is not used."""
         ...
+
+
+def show_kernels(side: Side, asks: Sequence[Ask]) -> None:
+    """Prints the kernels of one generation by their time. vLLM's run in a process of their own."""
+    if side.name != "native" or not torch.cuda.is_available():
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        side.generate(asks)
+    print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=SHOWN, max_name_column_width=60))
 
 
 def prompts(count: int, length: int, size: str, seed: int) -> list[tuple[int, ...]]:

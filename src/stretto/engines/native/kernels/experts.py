@@ -1,9 +1,10 @@
 """The experts of a layer: each token through the few that its router chose, grouped by expert.
 
-On a GPU, the pairs of token and expert are sorted by expert, and each linear layer of all experts is one grouped
-product (`torch.nn.functional.grouped_mm`). Sizes depend on the number of tokens alone and nothing is read by the host,
-so a step can be captured. On a CPU, each expert that has tokens is a product of its own, and small groups are padded,
-so that a token's result does not depend on its neighbours. Experts may have the adapters of several slots.
+On a GPU, a decode step has kernels of its own (`expert_decode.py`). For more tokens, the pairs of token and expert are
+sorted by expert, and each linear layer of all experts is one grouped product (`torch.nn.functional.grouped_mm`). Sizes
+depend on the number of tokens alone and nothing is read by the host, so a step can be captured. On a CPU, each expert
+that has tokens is a product of its own, and small groups are padded, so that a token's result does not depend on its
+neighbours. Experts may have the adapters of several slots.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.engines.native.kernels import expert_decode
 from stretto.models.expert_products import Factors, grouped_linear, sort_into_groups
 from stretto.models.float32_products import wide_mm
 
@@ -28,7 +30,10 @@ def choose_experts(x: Tensor, router: Tensor, chosen: int, *, normalized: bool) 
     `x` is [T, width], `router` [experts, width]. Logits are float32: rounded to half precision, they would be a large
     part of what the same experts differ by in engine and trainer.
     """
-    probabilities = wide_mm(x, router.t()).softmax(-1, dtype=torch.float32)
+    logits = wide_mm(x, router.t())
+    if x.is_cuda:
+        return expert_decode.choose(logits, chosen, normalized=normalized)
+    probabilities = logits.softmax(-1, dtype=torch.float32)
     weights, ids = probabilities.topk(chosen, dim=-1)
     return weights / weights.sum(-1, keepdim=True) if normalized else weights, ids
 
@@ -68,6 +73,9 @@ def grouped_experts(
 ) -> Tensor:
     """Returns the weighted sum [T, width] of each token's experts in float32. `padding` is not needed."""
     tokens, chosen = ids.shape
+    few = expert_decode.tilings(tokens * chosen, len(up)) if adapters is None and x.is_cuda else None
+    if few is not None:
+        return expert_decode.experts_of_few(x, ids, weights, up, down, activation, *few)
     inner, count = down.shape[2], 1 if adapters is None else adapters.num_slots
     groups = ids if adapters is None else ids * count + adapters.slots[:, None]
     order, group_ends = sort_into_groups(groups.reshape(-1), len(up) * count)

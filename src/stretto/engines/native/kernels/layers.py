@@ -198,6 +198,19 @@ def _split_heads_kernel(  # type: ignore[no-untyped-def]
               SIZE, BV_STRIDE, NUM_SLOTS, RANK, RANK_PADDED, TILE, HALF_PADDED)  # fmt: skip
 
 
+@kernel()
+def activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns one of `ACTIVATIONS` of `x`, elementwise and in float32, for kernels."""
+    if ACTIVATION == "silu":
+        active = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(y)) / 2 is the logistic function of 2 y.
+        active = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        active = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    return active
+
+
 @kernel("tokens")
 def _gate_kernel(  # type: ignore[no-untyped-def]
     gate_up, slots, b_gate, b_up, out, tokens, scale, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
@@ -213,13 +226,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
                       RANK_PADDED, TILE, COLUMNS)  # fmt: skip
     up = _adapted(start + WIDTH, start + 2 * WIDTH + NUM_SLOTS * RANK, b_up, slot, own, columns, whole, scale,
                     UP_STRIDE, NUM_SLOTS, RANK, RANK_PADDED, TILE, COLUMNS)  # fmt: skip
-    if ACTIVATION == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(y)) / 2 is the logistic function of 2 y.
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = 0.5 * gate * (1.0 + tl.erf(0.7071067811865476 * gate))
+    active = activate(gate, ACTIVATION)
     place = out + rows.to(tl.int64)[:, None] * OUT_STRIDE + columns[None, :]
     tl.store(place, (active * up).to(out.dtype.element_ty), mask=own[:, None] & whole[None, :])
 
