@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu import generation
-from bench.gpu.cells import Cell, Cells
+from bench.gpu.cells import Cell, Cells, Parameter
 from bench.gpu.floor import Rates, Traffic, describe, traffic
 from bench.gpu.shapes import dtype_of, dtype_parameter
 from bench.gpu.sides import Ask, Outcome, Side, prompts, show_kernels
@@ -26,7 +26,11 @@ MARGIN = 48  # tokens a row beyond what is asked for: pages are whole, and some 
 
 def cells_of(side: str, size: str, loras: Sequence[int], options: argparse.Namespace) -> list[Cell]:
     """What there is to measure for one size on one side, in the order of the batches, filled contexts last."""
-    same = {"size": size, **dtype_parameter(options), **({"routing": 0} if options.no_routing else {})}
+    same: dict[str, Parameter] = {
+        "size": size,
+        **dtype_parameter(options),
+        **({"routing": 0} if options.no_routing else {}),
+    }
     short = [
         Cell("decode", side, {**same, "batch": b, "lora": n, "prompt": options.prompt, "tokens": options.tokens})
         for b in options.batches

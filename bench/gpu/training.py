@@ -120,6 +120,10 @@ def measure(setting: dict[str, Any], arguments: argparse.Namespace, batch: Batch
     seconds = statistics.median(report.seconds for report in reports)
     tokens = sum(len(s.prompt) + len(s.completion.tokens) - 1 for s in batch.samples)
     metrics = reports[-1].metrics
+    if arguments.profile and cuda:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            trainer.update(Batch(trainer.version, batch.samples))
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
     started = time.perf_counter()
     trainer.weights(trainer.version)
     return {
@@ -172,8 +176,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mixture", action="store_true", help="Qwen3-30B-A3B with 12 layers, its routing replayed")
+    parser.add_argument("--layers", type=int, help="fewer layers: all parameters of 12 do not fit on one device")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one more update by their time")
     arguments = parser.parse_args()
     arguments.device, arguments.shape = "cuda", MIXTURE if arguments.mixture else SHAPE
+    if arguments.layers:
+        arguments.shape = {**arguments.shape, "num_hidden_layers": arguments.layers}
     if arguments.mixture:
         arguments.compile = [None]  # it runs through the modules of transformers, which are not compiled
     usual = "float32" if arguments.tiny else "bfloat16"
