@@ -47,8 +47,9 @@ class Tiling(NamedTuple):
 
 # The best of those that `bench/gpu/experts.py --tune` tries on an H200: (up to so many pairs an expert, gated, down).
 TILINGS: tuple[tuple[int, Tiling, Tiling], ...] = (
-    (8, Tiling(16, 32, 128, 4, 4), Tiling(16, 64, 128, 4, 4)),
-    (32, Tiling(32, 64, 64, 4, 4), Tiling(32, 64, 128, 4, 4)),
+    (8, Tiling(16, 32, 128, 4, 3), Tiling(16, 64, 128, 4, 4)),
+    (32, Tiling(32, 64, 128, 4, 3), Tiling(32, 64, 128, 4, 4)),
+    (128, Tiling(64, 64, 64, 4, 4), Tiling(64, 128, 64, 4, 4)),
 )
 
 
