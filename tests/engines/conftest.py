@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import build
+from kernel_interpreter import interpreted_kernels
 from vllm_cases import Children
 
 
@@ -19,25 +20,9 @@ def one_thread() -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets interpreted kernels loop up to a loaded number, which numpy 2.4 does not convert as the interpreter does."""
-    pytest.importorskip("triton")
-    from triton.runtime import interpreter
-
-    from stretto.engines.native.kernels.decode_work_list import _plan_kernel
-
-    if not isinstance(_plan_kernel, interpreter.InterpretedFunction):
-        if not torch.cuda.is_available():
-            pytest.skip("kernels run on the CPU with TRITON_INTERPRET=1 alone")
+    """Kernels run on a GPU, or by Triton's interpreter."""
+    with interpreted_kernels(monkeypatch):
         yield
-        return
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    yield
 
 
 @pytest.fixture(scope="session")

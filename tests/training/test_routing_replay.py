@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.engines.native.engine import NativeEngine
-from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.errors import RecipeError, TrainerError
 from stretto.models import decoder, routing
 from stretto.models.lora_options import LoraOptions
 from stretto.models.routing import routing_shape
@@ -25,6 +25,7 @@ from stretto.training.trainer import LocalTrainer
 from stretto.types import Batch, Completion, Request, Sample, Sampling
 
 PROMPT = tuple(range(10, 22))
+ORIGINAL = PackedModel.prepare
 
 
 def sample_of(trajectory: int, length: int, *, routing: np.ndarray | None, reward: float = 0.0) -> Sample:
@@ -75,6 +76,15 @@ def fixed_routing_logprobs(model: Any, sample: Sample) -> torch.Tensor:
     logits = wide(tokens[None, :-1]).logits[0, len(PROMPT) - 1 :]
     fixed_routing_logprobs.model = wide  # type: ignore[attr-defined]
     return logits.log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0]
+
+
+def prepare_as(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Trainers that are made from now on prepare their model with these arguments. A model is prepared once."""
+
+    def prepare(self: PackedModel, **usual: Any) -> None:
+        ORIGINAL(self, **{**usual, "compiled": False, **given})
+
+    monkeypatch.setattr(PackedModel, "prepare", prepare)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["modules", "lean"])
@@ -145,15 +155,15 @@ def test_an_update_replays_and_reports_the_load_of_experts() -> None:
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_without_records_the_load_of_experts_is_that_of_the_trainers_own_forward(
-    plain: bool, checkpointing: bool
+    plain: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 trainer and engine choose the same experts, so counted loads are the recorded ones."""
     samples = generated(random_mixture(2), 4, 8)
     recorded = LocalTrainer(random_mixture(2)).update(Batch(0, samples)).metrics
     options = TrainingOptions(routing="free", checkpointing=checkpointing)
+    prepare_as(monkeypatch, plain=plain)
     free = LocalTrainer(random_mixture(2), options=options)
-    if plain:
-        free.packed.prepare(compiled=False, checkpointing=checkpointing, plain=True)
+    assert (free.packed.plain is not None) == plain
     without = tuple(replace(each, completion=replace(each.completion, routing=None)) for each in samples)
     names = ("expert_imbalance", "expert_imbalance_max", "expert_entropy")
     for update in range(2):  # counts begin again
@@ -186,9 +196,24 @@ def test_routing_has_no_meaning_for_a_dense_model() -> None:
         LocalTrainer(random_model(), options=TrainingOptions(routing="replay"))
 
 
-def test_a_mixture_is_not_compiled() -> None:
-    with pytest.raises(ModelError, match="`compile = true` is for plain decoders"):
-        LocalTrainer(random_mixture(), options=TrainingOptions(compile=True))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_mixture_with_its_attention_compiled_trains_to_the_same_numbers(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    samples, found = generated(random_mixture(2), 4, 8), []
+    for compiled in (True, False):
+        prepare_as(monkeypatch, plain=True, compiled=compiled, backend="aot_eager")
+        options = TrainingOptions(learning_rate=1e-2, checkpointing=checkpointing)
+        trainer = LocalTrainer(random_mixture(2), options=options)
+        assert trainer.packed.plain is not None
+        assert trainer.packed.plain.compiled == compiled
+        report = trainer.update(Batch(0, samples))
+        found.append((report.metrics["grad_norm"], trainer.policy.weights(1).tensors))
+    (norm, tensors), (other_norm, other) = found
+    assert norm == pytest.approx(other_norm, rel=1e-4)
+    for name, tensor in tensors.items():
+        assert torch.allclose(tensor, other[name], atol=1e-5), name
 
 
 def test_a_reference_routes_by_itself() -> None:
@@ -201,15 +226,17 @@ def test_a_reference_routes_by_itself() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_lean_decoder_trains_adapters_on_experts_as_the_modules_do(checkpointing: bool) -> None:
+def test_the_lean_decoder_trains_adapters_on_experts_as_the_modules_do(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = generated(random_mixture(2), 4, 8)
     lora = LoraOptions(rank=3, targets=("q_proj", "gate_up_proj", "down_proj"))
     found = []
     for plain in (True, False):
         options = TrainingOptions(learning_rate=1e-2, checkpointing=checkpointing)
+        prepare_as(monkeypatch, plain=plain)
         trainer = LocalTrainer(random_mixture(2), lora=lora, options=options)
-        if plain:
-            trainer.packed.prepare(compiled=False, checkpointing=checkpointing, plain=True)
+        assert (trainer.packed.plain is not None) == plain
         for update in range(2):
             report = trainer.update(Batch(update, samples))
         found.append((report.metrics["grad_norm"], trainer.policy.weights(2).tensors))

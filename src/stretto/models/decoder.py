@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.models.adapted_linear import AdapterGroup, adapted_linear, adapted_wide
 from stretto.models.decoder_support import activations, has_experts, is_plain, linear_groups, same_adapters
 from stretto.models.expert_adapters import LoraExperts
+from stretto.models.expert_kernels import routed_experts
 from stretto.models.expert_products import weighted_experts
 from stretto.models.float32_products import HALF, wide_linear, wide_type
 from stretto.models.lora import LoraLinear
@@ -144,26 +145,19 @@ def expert_sum(
     if count is not None:
         count(ids)
     shares = gates(logits, ids, normalized=shape.normalizes)
+    if weights.adapters is None and x.is_cuda and x.dtype in HALF:
+        return routed_experts(x, ids, shares, weights.up, weights.down)
     adapters = (None, None) if weights.adapters is None else weights.adapters.factors()
     return weighted_experts(x, ids, shares, weights.up, weights.down, F.silu, *adapters)
 
 
-def decoder_layer(
-    shape: LayerShape,
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    ends: Tensor,
-    limit: Tensor,
-    weights: LayerWeights,
-    ids: Tensor | None = None,
-    count: Count | None = None,
-) -> Tensor:
-    """Returns `hidden` [T, width] after the layer, in `wide_type`. `ends` and `limit` are those of the layout.
+def attention_part(
+    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+) -> tuple[Tensor, Tensor]:
+    """Returns `hidden` [T, width] after attention, in `wide_type`, and the input of the feed-forward or the experts.
 
-    `ids` [T, k] are the experts that tokens go to, if the layer has experts; None: those that its router chooses.
-
-    The input of a product or of attention is rounded to the type of the weights, once, as in the engine's kernels.
+    `ends` and `limit` are those of the layout. The input of a product or of attention is rounded to the type of the
+    weights, once, as in the engine's kernels.
     """
     size, dtype = shape.head_size, weights.attention_in.weights[0].dtype
     x = normalized(hidden, weights.before, shape.epsilon).to(dtype)
@@ -175,13 +169,22 @@ def decoder_layer(
     q, k = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
     y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
     hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
-    x = normalized(hidden, weights.between, shape.epsilon).to(dtype)
+    return hidden, normalized(hidden, weights.between, shape.epsilon).to(dtype)
+
+
+def second_part(
+    shape: LayerShape, hidden: Tensor, x: Tensor, weights: LayerWeights, ids: Tensor | None, count: Count | None
+) -> Tensor:
+    """Returns `hidden` [T, width] after the feed-forward or the experts, whose input is `x`.
+
+    `ids` [T, k] are the experts that tokens go to, if the layer has experts; None: those that its router chooses.
+    """
     if weights.experts is not None:
         return hidden + expert_sum(shape, x, weights.experts, ids, count)
     assert weights.mlp_in is not None
     assert weights.mlp_out is not None
     gate, up = project(x, weights.mlp_in, shape.owners[2], shape.adapter_scale)
-    x = (F.silu(gate.to(hidden.dtype)) * up).to(dtype)
+    x = (F.silu(gate.to(hidden.dtype)) * up).to(x.dtype)
     return add_projected(hidden, x, weights.mlp_out, shape.owners[3], shape.adapter_scale)
 
 
@@ -189,7 +192,8 @@ class PlainDecoder:
     """The decoder of a plain model, over the Parameters of its module tree, in fewer operations.
 
     It is made after the adapters are in place. `compiled` runs the layers through `torch.compile` if gradients are
-    enabled; `checkpointing` stores one hidden state a layer and computes the rest again in the backward pass.
+    enabled; of a mixture of experts only their attention, because the experts have kernels of their own.
+    `checkpointing` stores one hidden state a layer and computes the rest again in the backward pass.
     """
 
     def __init__(self, model: Any, *, compiled: bool, checkpointing: bool, backend: str = "inductor") -> None:
@@ -213,9 +217,11 @@ class PlainDecoder:
         copies = [group.copies for group in self._groups]
         self._cast = [each for into, _ in copies for each in into]
         self._values = [each for _, values in copies for each in values]
-        self._compiled: Callable[..., Tensor] | None = None
+        self._compiled: Callable[..., Any] | None = None
+        self._mixture = bool(routers)
         if compiled:
-            self._compiled = torch.compile(self._own_layer(), backend=backend, fullgraph=True)
+            own = own_code(PlainDecoder._attention if self._mixture else PlainDecoder._layer)
+            self._compiled = torch.compile(MethodType(own, self), backend=backend, fullgraph=True)
 
     def _layer(
         self,
@@ -228,13 +234,30 @@ class PlainDecoder:
         ids: Tensor | None = None,
         count: Count | None = None,
     ) -> Tensor:
-        return decoder_layer(self._shape, hidden, cos, sin, ends, limit, weights, ids, count)
+        hidden, x = self._attention(hidden, cos, sin, ends, limit, weights)
+        return second_part(self._shape, hidden, x, weights, ids, count)
 
-    def _own_layer(self) -> Callable[..., Tensor]:
-        """Returns `_layer` with a code object of its own: torch stores and limits graphs by code object."""
-        shared = PlainDecoder._layer
-        own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
-        return MethodType(own, self)
+    def _attention(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+    ) -> tuple[Tensor, Tensor]:
+        return attention_part(self._shape, hidden, cos, sin, ends, limit, weights)
+
+    def _compiled_attention(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        ends: Tensor,
+        limit: Tensor,
+        weights: LayerWeights,
+        ids: Tensor | None = None,
+        count: Count | None = None,
+    ) -> Tensor:
+        """Does the same as `_layer`, with its attention compiled. Of the weights, that one sees its own alone."""
+        assert self._compiled is not None
+        own = weights._replace(mlp_in=None, mlp_out=None, experts=None)
+        hidden, x = self._compiled(hidden, cos, sin, ends, limit, own)
+        return second_part(self._shape, hidden, x, weights, ids, count)
 
     @property
     def compiled(self) -> bool:
@@ -253,7 +276,9 @@ class PlainDecoder:
         dtype = hidden.dtype
         hidden = hidden.to(wide_type(dtype))
         training = torch.is_grad_enabled()
-        layer = self._compiled if self._compiled is not None and training else self._layer
+        layer = self._layer
+        if self._compiled is not None and training:
+            layer = self._compiled_attention if self._mixture else self._compiled
         place = 0  # among the layers that have experts
         for weights in self._layers:
             if layer is not self._layer:
@@ -305,6 +330,11 @@ class PlainDecoder:
     @staticmethod
     def _owners_of(linears: Sequence[nn.Linear]) -> tuple[int, ...]:
         return tuple(place for place, linear in enumerate(linears) if isinstance(linear, LoraLinear))
+
+
+def own_code(function: Any) -> Callable[..., Any]:
+    """Returns the function with a code object of its own: torch stores and limits graphs by code object."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def fits(model: Any) -> bool:

@@ -15,7 +15,7 @@ else:
     except ModuleNotFoundError:
         triton = tl = None
 
-__all__ = ["kernel", "tl"]
+__all__ = ["kernel", "power_of_two", "tl"]
 
 
 class _Missing:
@@ -30,3 +30,8 @@ def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
     if triton is None:
         return lambda function: _Missing()
     return triton.jit(do_not_specialize=list(unspecialized))  # type: ignore[no-any-return]
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """Returns the smallest power of two that is neither below `number` nor below `least`: the size of a block."""
+    return max(least, 1 << (number - 1).bit_length())

@@ -26,7 +26,7 @@ from stretto.models.float32_products import HALF
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
 from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
-from stretto.models.routing import RoutingTap, replay_through_modules, replaying, routers_of
+from stretto.models.routing import RoutingTap, replay_through_modules, replaying
 from stretto.models.varlen_attention import flash_fits
 from stretto.training.logprobs import token_logprobs
 from stretto.training.packing import MicroBatch
@@ -93,9 +93,8 @@ class PackedModel:
         on_cuda = self.head.weight.is_cuda
         half_on_host = not on_cuda and self.head.weight.dtype in HALF
         plain = (self.flash or half_on_host or bool(compiled)) if plain is None else plain
-        mixture = bool(routers_of(self.model))
         possible = fits(self.model) and (self.flash or not on_cuda)
-        if compiled and (mixture or not possible):
+        if compiled and not possible:
             raise ModelError(
                 f"`compile = true` is for plain decoders, on CUDA in half precision, and `{type(self.model).__name__}` "
                 f"in `{self.head.weight.dtype}` is none: leave it out"
@@ -105,7 +104,7 @@ class PackedModel:
             expected = self._packed_logprobs()
             routing = tap.close()
             self.flash = True  # `PlainDecoder` has no buckets
-            compiled = on_cuda and not mixture if compiled is None else compiled
+            compiled = on_cuda if compiled is None else compiled
             self.plain = PlainDecoder(self.model, compiled=compiled, checkpointing=checkpointing, backend=backend)
             worst = self._beyond_rounding(self._packed_logprobs(routing), expected)
             if worst is not None:

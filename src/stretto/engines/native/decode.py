@@ -26,7 +26,6 @@ from stretto.engines.native.kernels.decode_work_list import (
     Sharing,
     choose_chunk,
     items_bound,
-    power_of_two,
 )
 from stretto.engines.native.kernels.kernel_set import PagedKernels
 from stretto.engines.native.kernels.token_draw import draw_workspace
@@ -45,6 +44,7 @@ from stretto.engines.native.rows import (
 )
 from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.versions import Slots
+from stretto.models.triton_jit import power_of_two
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 SHARED_SHARE = 0.2  # of the context: if rows have so much in common, it is worth reading once

@@ -25,11 +25,11 @@ from stretto.engines.native.cache import PAGE, KVCache, num_pages
 from stretto.engines.native.decoder_protocol import Decoder
 from stretto.engines.native.device_memory import copy_to_device, to_device
 from stretto.engines.native.graph_cache import Graphs
-from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.engines.native.kernels.kernel_set import PagedKernels
 from stretto.engines.native.kernels.prefill_attention import DenseGroup, dense_fits, dense_groups, dense_length
 from stretto.engines.native.rows import Rows
 from stretto.engines.native.sequence import Chunk, Prefix
+from stretto.models.triton_jit import power_of_two
 
 SIZES = (64, 128, 256, 512, 1024, 2048)  # tokens of the forwards that are captured
 CHUNKS = 32  # that such a forward has room for

@@ -10,9 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stretto.engines.native.kernels import layers
-from stretto.engines.native.kernels.expert_decode import Tiling, choose, experts_of_few, group, tilings
+from stretto.engines.native.kernels.expert_decode import Tiling, choose, experts_of_few, tilings
 from stretto.engines.native.kernels.experts import choose_experts, grouped_experts
-from stretto.models.expert_products import sort_into_groups, weighted_experts
+from stretto.models.expert_products import weighted_experts
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,15 +44,6 @@ def test_of_equal_logits_the_first_experts_are_chosen() -> None:
 def test_logits_that_are_not_numbers_choose_experts_that_exist() -> None:
     _, ids = choose(torch.full((2, 6), float("nan"), device=device), 2, normalized=True)
     assert bool(((ids >= 0) & (ids < 6)).all())
-
-
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [*SHAPES, (600, 4, 4)])
-def test_pairs_are_grouped_as_a_stable_sort_would(tokens: int, experts: int, chosen: int) -> None:
-    _, ids = choose(random(tokens, experts), chosen, normalized=True)
-    order, ends = group(ids, experts)
-    wanted_order, wanted_ends = sort_into_groups(ids.reshape(-1), experts)
-    assert torch.equal(order.long(), wanted_order)
-    assert torch.equal(ends, wanted_ends)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), SHAPES)

@@ -19,6 +19,8 @@ from stretto.engines.native.kernels.experts import (
     looped_experts,
 )
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 def given(tokens: int, experts: int = 6, chosen: int = 2, width: int = 16, inner: int = 24) -> list[Tensor]:
     generator = torch.Generator().manual_seed(tokens)

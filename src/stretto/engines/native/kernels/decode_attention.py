@@ -22,8 +22,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan, power_of_two
-from stretto.models.triton_jit import kernel, tl
+from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan
+from stretto.models.triton_jit import kernel, power_of_two, tl
 
 TILE_BYTES = 16384  # of keys, and of values, that a program has in a stage of its pipeline
 DECODE_WARPS, DECODE_STAGES = 4, 3  # the page numbers take stages too: (stages - 1) // 2 tiles are in flight

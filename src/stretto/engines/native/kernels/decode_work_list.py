@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
-from stretto.models.triton_jit import kernel, tl
+from stretto.models.triton_jit import kernel, power_of_two, tl
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048)  # tokens of context an item may have
 PROGRAMS_PER_MULTIPROCESSOR = 4  # that have to be resident to keep the memory busy
@@ -120,10 +120,6 @@ def check_plan(plan: DecodePlan, rows: int, chunk: int, max_items: int) -> None:
     assert chunk in CHUNKS, f"`chunk` is one of {CHUNKS}, not {chunk}"
     assert rows < max_items <= plan.capacity, "`max_items` is the number of rows, or lies above it within the plan"
     assert rows < plan.first_item.shape[0], "the plan was allocated for fewer rows"
-
-
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @kernel("rows", "max_items", "chunk")

@@ -1,7 +1,7 @@
 """The experts of a decode step: few tokens an expert, so that reading the experts' weights is what takes the time.
 
-Five launches a layer, where `experts.py` has about fifteen; that one serves prompts, whose products are bound by
-arithmetic:
+Five launches a layer (`group` and `combine` are in `models/expert_kernels.py`). Prompts, whose products are bound by
+arithmetic, go through grouped products (`experts.py`).
 
 - `choose`: the experts of each token, and their shares.
 - `group`: the pairs of token and expert in the order of their experts. Pairs of one expert stay in the order of tokens.
@@ -26,13 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.engines.native.kernels.layers import activate, check_activation
-from stretto.models.triton_jit import kernel, tl
+from stretto.models.expert_kernels import combine, group
+from stretto.models.triton_jit import kernel, power_of_two, tl
 
 CHOOSE_WARPS = 1
-GROUP_BLOCK, GROUP_WARPS = 2_048, 4  # pairs that a program of `group` looks at together
-COMBINE_COLUMNS, COMBINE_WARPS = 512, 4
 
 
 class Tiling(NamedTuple):
@@ -84,23 +82,6 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         left = tl.where(experts == expert, -1.0, left)
 
 
-@kernel("pairs")
-def _group_kernel(ids, order, ends, pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    expert = tl.program_id(0)
-    places = tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for at in range(0, pairs, BLOCK):
-        own = tl.load(ids + at + places, mask=at + places < pairs, other=2147483647)
-        before += (own < expert).to(tl.int32)
-    end = tl.sum(before, 0)
-    for at in range(0, pairs, BLOCK):
-        own = tl.load(ids + at + places, mask=at + places < pairs, other=2147483647)
-        mine = (own == expert).to(tl.int32)
-        tl.store(order + end + tl.cumsum(mine, 0) - mine, (at + places).to(tl.int32), mask=mine != 0)
-        end += tl.sum(mine, 0)
-    tl.store(ends + expert, end)
-
-
 @kernel()
 def _load(  # type: ignore[no-untyped-def]
     start, along, at, LENGTH: tl.constexpr, inside, EVEN: tl.constexpr, POLICY: tl.constexpr,
@@ -143,7 +124,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _down_kernel(  # type: ignore[no-untyped-def]
-    gated, down, order, ends, out, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gated, down, ends, out, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
@@ -160,23 +141,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             tile = _load(rows, along[None, :], at, INNER, own[:, None], INNER % DEPTH == 0, "evict_last")
             factor = _load(factors, along[:, None], at, INNER, inside, INNER % DEPTH == 0, "evict_first")
             total = tl.dot(tile, factor, total, input_precision="ieee")
-        places = tl.load(order + pairs, mask=own, other=0).to(tl.int64)
-        tl.store(out + places[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty),
-                 mask=own[:, None] & inside)  # fmt: skip
-
-
-@kernel()
-def _combine_kernel(  # type: ignore[no-untyped-def]
-    made, weights, out, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < WIDTH
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for place in tl.static_range(CHOSEN):
-        row = tl.load(made + (token * CHOSEN + place) * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        total += row * tl.load(weights + token * CHOSEN + place)
-    tl.store(out + token * WIDTH + columns, total, mask=inside)
+        place = out + pairs.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), mask=own[:, None] & inside)
 
 
 def choose(logits: Tensor, chosen: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -192,18 +158,6 @@ def choose(logits: Tensor, chosen: int, *, normalized: bool) -> tuple[Tensor, Te
         num_warps=CHOOSE_WARPS,
     )  # fmt: skip
     return weights, ids
-
-
-def group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Returns the pairs in the order of their experts [T * k] and where each expert's pairs end [experts], both int32.
-
-    `ids` [T, k] are the experts of each token; a pair's number is its place in them.
-    """
-    pairs = ids.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    _group_kernel[(experts,)](ids, order, ends, pairs, min(GROUP_BLOCK, power_of_two(pairs)), num_warps=GROUP_WARPS)
-    return order, ends
 
 
 def experts_of_few(
@@ -223,7 +177,7 @@ def experts_of_few(
     """
     check_activation(activation)
     (tokens, chosen), (experts, width, inner) = ids.shape, down.shape
-    order, ends = group(ids, experts)
+    order, place, ends = group(ids, experts)
     gated = x.new_empty(tokens * chosen, inner)
     rows, columns, depth, warps, stages = up_tiling
     _gated_kernel[(-(-inner // columns), experts)](
@@ -233,10 +187,6 @@ def experts_of_few(
     made = x.new_empty(tokens * chosen, width)
     rows, columns, depth, warps, stages = down_tiling
     _down_kernel[(-(-width // columns), experts)](
-        gated, down, order, ends, made, width, inner, rows, columns, depth, num_warps=warps, num_stages=stages
+        gated, down, ends, made, width, inner, rows, columns, depth, num_warps=warps, num_stages=stages
     )
-    out = torch.empty(tokens, width, dtype=torch.float32, device=x.device)
-    _combine_kernel[(tokens, -(-width // COMBINE_COLUMNS))](
-        made, weights, out, width, chosen, min(COMBINE_COLUMNS, power_of_two(width)), num_warps=COMBINE_WARPS
-    )
-    return out
+    return combine(made, weights, place, chosen)

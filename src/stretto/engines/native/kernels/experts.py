@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engines.native.kernels import expert_decode
-from stretto.models.expert_products import Factors, grouped_linear, sort_into_groups
+from stretto.models.expert_kernels import combine, group
+from stretto.models.expert_products import Factors, grouped_linear
 from stretto.models.float32_products import wide_mm
 
 Gate = Callable[..., Tensor]
@@ -78,16 +79,14 @@ def grouped_experts(
         return expert_decode.experts_of_few(x, ids, weights, up, down, activation, *few)
     inner, count = down.shape[2], 1 if adapters is None else adapters.num_slots
     groups = ids if adapters is None else ids * count + adapters.slots[:, None]
-    order, group_ends = sort_into_groups(groups.reshape(-1), len(up) * count)
+    order, place, group_ends = group(groups, len(up) * count)
     ends = group_ends[count - 1 :: count].contiguous()  # of the experts
     rows = x.index_select(0, order // chosen)
     both = grouped_linear(rows, up, ends, _factors(adapters, "up"), group_ends)
     out = None if both.dtype == x.dtype else x.new_empty(len(order), inner)
     gated = gate(both, inner, activation, order, None, 0, 1.0, out).to(x.dtype)
-    made = grouped_linear(gated, down, ends, _factors(adapters, "down"), group_ends).float()
-    made *= weights.reshape(-1).index_select(0, order)[:, None]
-    # Back in the order of the tokens, so that a sum has its terms in the order of their ids' places.
-    return torch.empty_like(made).index_copy_(0, order, made).view(tokens, chosen, -1).sum(1)
+    made = grouped_linear(gated, down, ends, _factors(adapters, "down"), group_ends)
+    return combine(made, weights, place, chosen)
 
 
 def _factors(adapters: ExpertAdapters | None, name: Literal["up", "down"]) -> Factors | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stretto.models.triton_jit import kernel, tl
+from stretto.models.triton_jit import kernel, power_of_two, tl
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
@@ -241,10 +241,6 @@ def prepare(rotary: Tensor, positions: Tensor, slots: Tensor, mask: object) -> T
     return rotary
 
 
-def _power_of_two(number: int, least: int = 1) -> int:
-    return max(least, 1 << (number - 1).bit_length())
-
-
 def _tile(tokens: int) -> int:
     return next((tile for most, tile in TOKEN_TILES if tokens <= most), LARGEST_TILE)
 
@@ -285,10 +281,10 @@ def add_norm(
         tile = _tile(tokens)
         _add_kernel[(_blocks(tokens, tile), _blocks(hidden, ADD_COLUMNS))](
             stream, added, slots, b, tokens, scale, stream.stride(0), added.stride(0), hidden, b.stride(0),
-            b.shape[0] // rank, rank, _power_of_two(rank, 16), tile, ADD_COLUMNS, num_warps=_warps(tile),
+            b.shape[0] // rank, rank, power_of_two(rank, 16), tile, ADD_COLUMNS, num_warps=_warps(tile),
         )  # fmt: skip
         b = None
-    block, chunk = _power_of_two(hidden), min(NORM_CHUNK, _power_of_two(rank))
+    block, chunk = power_of_two(hidden), min(NORM_CHUNK, power_of_two(rank))
     _add_norm_kernel[(tokens,)](
         stream, added, weight, slots, b, out, epsilon, scale, stream.stride(0), _row_stride(added), out.stride(0),
         hidden, _row_stride(b), rank, chunk, block, num_warps=min(16, max(4, block // 256)),
@@ -329,7 +325,7 @@ def split_heads(
         qkv, q_weight, k_weight, cos_sin, positions, slots, b_q, b_k, b_v, write_slots, keys, values, q_out, tokens,
         epsilon, scale, qkv.stride(0), heads, kv_heads, size, cos_sin.stride(0), q_out.stride(0), q_out.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), _row_stride(b_q), _row_stride(b_k),
-        _row_stride(b_v), num_slots, rank, _power_of_two(rank, 16), tile, _power_of_two(size // 2, 16),
+        _row_stride(b_v), num_slots, rank, power_of_two(rank, 16), tile, power_of_two(size // 2, 16),
         num_warps=_warps(tile),
     )  # fmt: skip
     return q_out
@@ -359,7 +355,7 @@ def gate(
     num_slots = 0 if one is None else one.shape[0] // rank
     _gate_kernel[(_blocks(tokens, tile), _blocks(width, GATE_COLUMNS))](
         gate_up, slots, b_gate, b_up, out, tokens, scale, gate_up.stride(0), out.stride(0), width, activation,
-        _row_stride(b_gate), _row_stride(b_up), num_slots, rank, _power_of_two(rank, 16), tile, GATE_COLUMNS,
+        _row_stride(b_gate), _row_stride(b_up), num_slots, rank, power_of_two(rank, 16), tile, GATE_COLUMNS,
         num_warps=_warps(tile),
     )  # fmt: skip
     return out

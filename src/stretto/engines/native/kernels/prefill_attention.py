@@ -23,9 +23,8 @@ from torch import Tensor
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.device_memory import to_device
 from stretto.engines.native.kernels.decode_attention import LOG2_E, check_operands, tile_tokens
-from stretto.engines.native.kernels.decode_work_list import power_of_two
 from stretto.models.float32_products import HALF
-from stretto.models.triton_jit import kernel, tl
+from stretto.models.triton_jit import kernel, power_of_two, tl
 
 # The best of the shapes that `bench/gpu/attention.py --tune` tries on an H200.
 EXTEND_PAIRS = 128  # (token, head) pairs a program; fewer for short chunks and for wide vectors
