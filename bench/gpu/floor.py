@@ -3,7 +3,9 @@
     floor of a step = KV bytes / bandwidth + max(weight bytes / bandwidth, FLOPs / peak)
 
 Weights are read once a step whatever the batch, and their multiplications may hide behind that; the KV of every row is
-read for that row alone, and nothing hides it. Activations, sampling and launches count as zero.
+read for that row alone, and nothing hides it. Activations, sampling and launches count as zero. Of a mixture of
+experts, those count that have rows if each row chooses its own at random: an expectation, below which a router that
+prefers some experts can stay.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from bench.gpu.shapes import RANK, config_of, dtype_of, skeleton
 from stretto.models.lora import adapted_modules
+from stretto.models.routing import routing_shape
 
 COPY_BYTES = 4 << 30
 MATMUL_SIZES = ((8_192, 8_192, 8_192), (16_384, 8_192, 8_192), (4_096, 12_288, 4_096))
@@ -35,15 +38,28 @@ class Rates:
 class Traffic:
     """What one decode step of a model must read and multiply."""
 
-    weight_bytes: int  # the embedding is a look-up and does not count, unless it is also the head
+    weight_bytes: int  # without experts; the embedding is a look-up and counts only if it is also the head
     weight_flops_per_row: int
     adapter_bytes: int  # of one version
     adapter_flops_per_row: int
     kv_bytes_per_token: int  # of context, over all layers
+    expert_bytes: int = 0  # of one expert, over all layers
+    experts: int = 1
+    chosen: int = 0  # experts of a row
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all weights that are read."""
+        return self.weight_bytes + self.experts * self.expert_bytes
+
+    def read_bytes(self, rows: int) -> float:
+        """Bytes of the weights that a forward over so many rows reads."""
+        used = self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
+        return self.weight_bytes + used * self.expert_bytes
 
     def step_s(self, rates: Rates, rows: int, context_tokens: float, versions: int = 0) -> float:
         """Floor of one step: `context_tokens` over all rows together, `versions` adapters live (0: none)."""
-        read = self.weight_bytes + versions * self.adapter_bytes
+        read = self.read_bytes(rows) + versions * self.adapter_bytes
         flops = rows * (self.weight_flops_per_row + bool(versions) * self.adapter_flops_per_row)
         kv = context_tokens * self.kv_bytes_per_token
         return kv / rates.bandwidth + max(read / rates.bandwidth, flops / rates.peak)
@@ -55,7 +71,7 @@ class Traffic:
         inside the prefill counts as zero.
         """
         flops = rows * prompt * (self.weight_flops_per_row + bool(versions) * self.adapter_flops_per_row)
-        prefill = max(self.weight_bytes / rates.bandwidth, flops / rates.peak)
+        prefill = max(self.read_bytes(rows * prompt) / rates.bandwidth, flops / rates.peak)
         steps = tokens - 1
         fixed = steps * self.step_s(rates, rows, 0, versions)
         read = rows * sum(prompt + i for i in range(1, tokens))
@@ -68,14 +84,25 @@ def traffic(size: str, dtype: torch.dtype = torch.bfloat16, rank: int = RANK) ->
     total = sum(parameter.numel() for parameter in model.parameters())
     table = model.get_input_embeddings().weight.numel()
     read = total if config.tie_word_embeddings else total - table
+    routing = routing_shape(model)
+    expert = 0 if routing is None else sum(each.numel() for each in _expert_weights(model)) // routing.experts
+    experts, chosen = (1, 0) if routing is None else (routing.experts, routing.chosen)
+    read -= experts * expert
     low = sum(rank * (module.in_features + module.out_features) for module in adapted_modules(model).values())
     return Traffic(
         weight_bytes=read * dtype.itemsize,
-        weight_flops_per_row=2 * read,
+        weight_flops_per_row=2 * (read + chosen * expert),
         adapter_bytes=low * dtype.itemsize,
         adapter_flops_per_row=2 * low,
         kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize,
+        expert_bytes=expert * dtype.itemsize,
+        experts=experts,
+        chosen=chosen,
     )
+
+
+def _expert_weights(model: Any) -> list[torch.Tensor]:
+    return [p for name, p in model.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
 
 
 def measure_rates(device: torch.device | str, *, quick: bool = False, dtype: str | None = None) -> Rates:

@@ -25,6 +25,7 @@ from bench.gpu.floor import measure_rates
 from bench.gpu.native_side import NativeSide
 from bench.gpu.shapes import add_dtype
 from bench.gpu.sides import Side
+from bench.gpu.vllm_engine_side import VllmEngineSide
 from bench.gpu.vllm_side import VllmSide
 
 BENCHES = ("decode", "rollout")
@@ -35,7 +36,7 @@ def parse(benches: Sequence[str], description: str | None, arguments: Sequence[s
     add_options(parser)
     add_dtype(parser)
     parser.add_argument("--benches", type=words, default=list(benches), help=argparse.SUPPRESS)
-    parser.add_argument("--side", choices=["native", "vllm", "both"], default="both")
+    parser.add_argument("--side", choices=["native", "vllm", "vllm-engine", "both"], default="both")
     parser.add_argument("--sizes", type=words, default=["1.7B"])
     parser.add_argument("--lora", type=integers, default=[0, 1, 3], help="adapters in use; 0: base weights")
     parser.add_argument("--repeats", type=int, default=2)
@@ -89,10 +90,15 @@ def main(benches: Sequence[str], description: str | None, arguments: Sequence[st
             loras = ",".join(str(n) for n in options.lora if (n > 0) == lora)
             for side in sides:
                 own = ["--benches", ",".join(options.benches), "--side", side, "--sizes", size, "--lora", loras]
-                python = options.vllm_python if side == "vllm" else sys.executable
+                python = sys.executable if side == "native" else options.vllm_python
                 # What comes last counts, so that the parent's own options may stand before.
                 commands.append([python, "-m", "bench.gpu.generation", *given, *own, "--sitting", sitting])
     return run_children(commands)
+
+
+def longest(options: argparse.Namespace) -> int:
+    """The longest context that any of the benches needs."""
+    return max(int(importlib.import_module(f"bench.gpu.{name}").longest(options)) for name in options.benches)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -119,9 +125,11 @@ def measure(options: argparse.Namespace) -> None:
                 dtype=options.dtype,
                 routing=not options.no_routing,
             )
+        elif options.side == "vllm-engine":
+            side = VllmEngineSide(size, lora=lora, max_context=longest(options), folder=Path(scratch))
         else:
             # Of all benches, pending or not: vLLM compiles for the context, so that a resumed run finds it again.
-            context = max(importlib.import_module(f"bench.gpu.{name}").longest(options) for name in options.benches)
+            context = longest(options)
             side = VllmSide(
                 size,
                 lora=lora,
@@ -134,8 +142,12 @@ def measure(options: argparse.Namespace) -> None:
             )
             while options.wait_for is not None and not options.wait_for.exists():
                 time.sleep(0.5)
-        for bench, pending in work:
-            bench.measure(side, cells, pending, rates, options)
+        try:
+            for bench, pending in work:
+                bench.measure(side, cells, pending, rates, options)
+        finally:
+            if isinstance(side, VllmEngineSide):
+                side.close()
 
 
 if __name__ == "__main__":

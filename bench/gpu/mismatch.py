@@ -67,6 +67,8 @@ def model_of(options: argparse.Namespace) -> Any:
 def cell_of(side: str, options: argparse.Namespace) -> Cell:
     name = options.size if options.model is None else Path(options.model).name
     parameters = {"model": name, "prompts": options.prompts, "tokens": options.tokens, **dtype_parameter(options)}
+    if options.routing != "auto":
+        parameters["routing"] = options.routing
     engine, _, kind = side.partition("-")
     return Cell("mismatch", engine, {**parameters, "kind": kind or "full"})
 
@@ -157,7 +159,7 @@ def write_drawn(options: argparse.Namespace) -> None:
 
 
 def trainer_of(model: Any, kind: str, options: argparse.Namespace) -> LocalTrainer:
-    settings = TrainingOptions(micro_tokens=options.micro_tokens)
+    settings = TrainingOptions(micro_tokens=options.micro_tokens, routing=options.routing)
     return LocalTrainer(model, lora=LoraOptions(rank=RANK) if kind == "lora" else None, options=settings)
 
 
@@ -230,6 +232,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prefill-tokens", type=int, default=8_192)
+    parser.add_argument("--routing", choices=["auto", "free"], default="auto", help="free: experts are not replayed")
     parser.add_argument("--micro-tokens", type=int, default=16_384)
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
     parser.add_argument("--draw-vllm", type=Path, help=argparse.SUPPRESS)

@@ -61,7 +61,7 @@ class NativeSide:
             return CPU_ROOM
         free = torch.cuda.mem_get_info(self.device)[0]
         if not self.lora:
-            free -= self.versions * self.traffic.weight_bytes  # every slot has a copy of its own
+            free -= self.versions * self.traffic.all_bytes  # every slot has a copy of its own
         return int(KV_SHARE * free) // self.traffic.kv_bytes_per_token
 
     def prepare(self, rows: int, kv_tokens: int, max_context: int) -> None:

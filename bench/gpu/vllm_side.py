@@ -92,7 +92,7 @@ class VllmSide:
             return int(cache.num_gpu_blocks) * int(cache.block_size)
         needs = traffic(self.size)
         total = torch.cuda.get_device_properties(0).total_memory
-        return int(MEMORY_SHARE * total - needs.weight_bytes - OVERHEAD_BYTES) // needs.kv_bytes_per_token
+        return int(MEMORY_SHARE * total - needs.all_bytes - OVERHEAD_BYTES) // needs.kv_bytes_per_token
 
     def prepare(self, rows: int, kv_tokens: int, max_context: int) -> None:
         """Nothing: one engine does for all of it."""

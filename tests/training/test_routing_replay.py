@@ -247,3 +247,20 @@ def test_the_lean_decoder_trains_adapters_on_experts_as_the_modules_do(
     trained = [name for name in tensors if name.endswith("gate_up_proj_adapter.lora_B")]
     assert len(trained) == 2
     assert all(tensors[name].any() for name in trained)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_on_cuda_an_update_of_a_mixture_is_that_of_the_processor(checkpointing: bool, lora: LoraOptions | None) -> None:
+    """In bfloat16, with the kernels around the grouped products and compiled attention."""
+    samples, found = generated(random_mixture(2), 4, 8), []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        options = TrainingOptions(learning_rate=1e-3, checkpointing=checkpointing)
+        trainer = LocalTrainer(random_mixture(2).to(device, dtype), lora=lora, options=options)
+        report = trainer.update(Batch(0, samples))
+        found.append((trainer, report.metrics))
+    (_, expected), (trainer, metrics) = found
+    assert trainer.packed.plain is not None
+    assert trainer.packed.plain.compiled
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)

@@ -183,7 +183,7 @@ class _RoutedExperts(torch.autograd.Function):
         return combine(made, weights, own.place, chosen)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, both, order, place, ends = ctx.saved_tensors
         of_x, _, _, of_up, of_down = ctx.needs_input_grad
         chosen = weights.shape[1]

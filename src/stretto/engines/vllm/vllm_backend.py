@@ -212,6 +212,7 @@ def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
         "scheduling_policy": "priority",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "stream_interval": options.stream_tokens,
         "generation_config": "vllm",  # the model's own defaults would change how tokens are drawn
         "worker_extension_cls": "stretto.engines.vllm.worker_extension.WorkerExtension",
     }
