@@ -52,7 +52,8 @@ from stretto.environments.single_turn import SingleTurn
 from stretto.local.trainer import ThreadedTrainer
 from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.loop import Loop, Settings
 from stretto.run.task_play import TaskPlay
 from stretto.setup.scorers import judge_scorer

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from stretto.environments.adapters import bfcl
 from stretto.environments.data import load_rows
 from stretto.errors import RecipeError
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 pytest.importorskip("bfcl_eval")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from run_cases import assert_verifies, rows, run
 
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 pytest.importorskip("aiohttp")
 

@@ -14,7 +14,8 @@ from run_cases import assert_verifies, equal, policy, rows, run, story
 
 from stretto.cli import main
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio

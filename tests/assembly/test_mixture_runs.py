@@ -28,7 +28,7 @@ from stretto.environments.given import Given
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
 from stretto.observe.trackers.chosen_metrics import chosen
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.store.verify import exit_code, format_findings, verify
 from stretto.view.api import Api
 from stretto.view.runs import open_runs

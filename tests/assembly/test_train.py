@@ -33,7 +33,7 @@ from stretto.models.checksums import checksum
 from stretto.models.loading import second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 from stretto.run.evaluation import Evaluator
 from stretto.store.reader import JournalReader
 from stretto.training.trainer import LocalTrainer

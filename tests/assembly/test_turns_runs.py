@@ -16,7 +16,8 @@ from stretto.assembly.check import check
 from stretto.cli import main
 from stretto.errors import RecipeError
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio

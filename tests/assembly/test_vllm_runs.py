@@ -23,7 +23,8 @@ import stretto
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_config, tiny_moe_config, tiny_tokenizer
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "cases" / "fake_vllm"

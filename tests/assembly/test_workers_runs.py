@@ -8,7 +8,8 @@ import pytest
 from run_cases import assert_verifies, rows, run, story
 
 from stretto.assembly.check import check
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio

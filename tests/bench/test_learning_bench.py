@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.objectives import OBJECTIVES
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 PROGRAM = Path(__file__).parent.parent.parent / "bench" / "learning.py"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 # Two turns of one chat, a call that does not train, and a sub-agent with a context of its own.
 AGENT = """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from agent_cases import AGENT
 
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 TASKS = """
 [[task]]

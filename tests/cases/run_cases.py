@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from stretto.assembly.train import train
 from stretto.observe.progress import Observer, Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.store.verify import exit_code, format_findings, verify
 
 REWARDS = '''
