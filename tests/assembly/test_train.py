@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from interruption_cases import Dies, interrupt_during
 from rich.console import Console
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,19 +60,6 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTrainer]:
 
     monkeypatch.setattr(parts_module, "LocalTrainer", Kept)
     return made
-
-
-def interrupt_during(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
-    """Press Ctrl-C while that update trains."""
-    original: Callable[[LocalTrainer, Batch], UpdateReport] = LocalTrainer.update
-
-    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
-        if batch.update == update:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)  # until the loop has heard of it
-        return original(self, batch)
-
-    monkeypatch.setattr(LocalTrainer, "update", interrupted)
 
 
 # -- laws and paradigms ------------------------------------------------------------------------------------------------
@@ -600,12 +588,6 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.steps=5", "rollout.max_tokens=60", "rollout.in_flight=9", "rollout.rows=24"]
-    step = NativeEngine.step
-
-    def slow(self: NativeEngine) -> Any:
-        time.sleep(0.01)  # so that an update is faster than the longest of its trajectories
-        return step(self)
-
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
         slow_steps(patch)
@@ -682,14 +664,8 @@ def test_a_killed_run_loses_no_update_after_its_checkpoint(
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
         run(made, tmp_path / "run")
-
-    class Dies(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 3:
-                raise KeyError("as if it were killed here")
-
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", resume=True, observer=Dies())
+        run(made, tmp_path / "run", resume=True, observer=Dies(at=3))
     before = finished(tmp_path / "run")
     assert [row[0] for row in before] == [0, 1, 2, 3]
     assert run(made, tmp_path / "run", resume=True)["steps"] == 5
@@ -707,14 +683,8 @@ def test_a_run_that_was_killed_goes_on_from_the_last_checkpoint_that_it_made(
     if paradigm == "drop":
         overrides += ["rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"]
     made = recipe(model, tmp_path, *overrides, "runtime.checkpoint_seconds=0.000001")
-
-    class Dies(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 4:
-                raise KeyError("as if it were killed here")
-
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
+        run(made, tmp_path / "run", observer=Dies(at=4))
     before = finished(tmp_path / "run")
     assert [row[0] for row in before] == [0, 1, 2, 3, 4]
     summary = run(made, tmp_path / "run", resume=True)
