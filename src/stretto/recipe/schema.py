@@ -26,7 +26,7 @@ from stretto.objectives.grpo import GrpoOptions
 from stretto.observe.options import ObserveOptions
 from stretto.options import Options
 from stretto.recipe.checks import refusals, replays_nothing, without_effect
-from stretto.recipe.task_tables import remove_key
+from stretto.recipe.task_tables import remove_key, without_none
 from stretto.training.options import TrainingOptions
 
 PARADIGM_NAMES = tuple(PARADIGMS)
@@ -445,14 +445,14 @@ class Recipe(Options):
 
     def dumps(self) -> str:
         """The recipe as TOML with every default that has an effect. Parses to the same run."""
-        values = _without_none(self.model_dump(mode="json"))
+        values = without_none(self.model_dump(mode="json"))
         for path in without_effect(self):
             remove_key(values, path)
         return tomli_w.dumps({name: value for name, value in values.items() if value != {}})
 
     def source_toml(self) -> str:
         """The recipe as TOML with only the keys that were set. Parses to the same recipe."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude_unset=True)))
+        return tomli_w.dumps(without_none(self.model_dump(mode="json", exclude_unset=True)))
 
 
 class OneTaskRecipe(Recipe):
@@ -460,11 +460,3 @@ class OneTaskRecipe(Recipe):
 
     task: TaskOptions
     task_table: str = Field("task", exclude=True)  # the dotted name of the task's table, for messages
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
