@@ -35,6 +35,7 @@ from stretto.models.loading import second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
 from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
 from stretto.store.reader import JournalReader
 from stretto.training.trainer import LocalTrainer
@@ -584,16 +585,32 @@ def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path) -
     assert_verifies(tmp_path / "run")
 
 
+def slow_steps(patch: pytest.MonkeyPatch) -> None:
+    """Have every step of the engine take a while, so that a stop finds trajectories under way."""
+    step = NativeEngine.step
+
+    def slow(self: NativeEngine) -> Any:
+        time.sleep(0.01)
+        return step(self)
+
+    patch.setattr(NativeEngine, "step", slow)
+
+
+def stop_with_trajectories_under_way(monkeypatch: pytest.MonkeyPatch, made: Recipe, folder: Path) -> None:
+    """Runs the recipe until update 1, and stops it there."""
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 1)
+        slow_steps(patch)
+        assert run(made, folder)["stopped"]
+    states = dict(rows(folder, "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
+    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+
+
 def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.steps=5", "rollout.max_tokens=60", "rollout.in_flight=9", "rollout.rows=24"]
-    with monkeypatch.context() as patch:
-        interrupt_during(patch, 1)
-        slow_steps(patch)
-        assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
-    states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
-    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+    stop_with_trajectories_under_way(monkeypatch, recipe(model, tmp_path, *overrides), tmp_path / "run")
     assert_verifies(tmp_path / "run")
     summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
     assert summary.keys() >= SUMMARY_KEYS
@@ -606,28 +623,12 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     assert_verifies(tmp_path / "run")
 
 
-def slow_steps(patch: pytest.MonkeyPatch) -> None:
-    """Have every step of the engine take a while, so that a stop finds trajectories under way."""
-    step = NativeEngine.step
-
-    def slow(self: NativeEngine) -> Any:
-        time.sleep(0.01)
-        return step(self)
-
-    patch.setattr(NativeEngine, "step", slow)
-
-
 def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_update_that_was_running(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ['rollout.paradigm="partial"', "rollout.max_tokens=60", "rollout.in_flight=6", "rollout.rows=24"]
     overrides += ["evaluation.prompts=0", "rollout.retries=0"]
-    with monkeypatch.context() as patch:
-        interrupt_during(patch, 1)
-        slow_steps(patch)
-        assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
-    states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
-    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+    stop_with_trajectories_under_way(monkeypatch, recipe(model, tmp_path, *overrides), tmp_path / "run")
     summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
     assert summary["failed_trajectories"] == 0
     assert summary["mixed_version_trajectories"] > 0
