@@ -1,4 +1,4 @@
-"""Episodes whose worlds are slow: throughput, the cost of a turn, and idle rows. `python bench/environments.py`.
+"""Episodes whose worlds are slow: throughput, the cost of a turn, and idle rows. `python -m bench.environments`.
 
 Three measurements, over the real run loop, core and journal, with a fake engine whose steps take a fixed time:
 
@@ -38,28 +38,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.paced import PacedEngine, run_paced
 from stretto.core import messages as m
 from stretto.core.controller import Controller
 from stretto.core.plan import Plan, resolve_plan
-from stretto.engines.fake import FakeSteppedEngine
-from stretto.engines.threaded import Failed, ThreadedEngine
+from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.custom import EnvironmentSpec, close_environment, start_environment
-from stretto.environments.data import PromptStream, Row
+from stretto.environments.data import Row
 from stretto.environments.episode_pool import EpisodePool, EpisodePoolOptions
 from stretto.environments.protocol import Environment, Policy
 from stretto.environments.worker_process import WorkerOptions
-from stretto.local.trainer import ThreadedTrainer
-from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
 from stretto.run import rollout_runner
-from stretto.run.evaluation import Evaluator
-from stretto.run.loop import Loop, Settings
 from stretto.run.task_play import TaskPlay
-from stretto.store.journal import Journal
-from stretto.store.schema import RunFacts
-from stretto.store.verify import exit_code, verify
 from stretto.training.fake import FakeTrainer
-from stretto.types import Completion, EngineStats, Prompt, Request, Sampling
+from stretto.types import EngineStats, Prompt, Request, Sampling
 
 MEAN_S, DEVIATION_S = 10.0, 10.0  # of a world, before it is scaled down
 LOCK_STEP_FLOOR, IDEAL_FLOOR, TURN_FLOOR_MS, IDLE_FLOOR = 2.0, 0.85, 1.0, 0.5
@@ -106,18 +99,14 @@ class Setting:
         return seconds
 
 
-class PacedEngine(FakeSteppedEngine):
-    """A fake whose turns have one length, and whose steps take `step_s` with all that they compute."""
+def paced_engine(setting: Setting, rows: int, name: str) -> ThreadedEngine:
+    """Returns an engine whose turns have one length."""
 
-    def __init__(self, setting: Setting, rows: int) -> None:
-        super().__init__(rows=rows, slots=setting.plan.slots, median_tokens=setting.tokens, sigma=0.0)
-        self._pace_s, self._computed_s = setting.step_s, 0.0
+    def make() -> PacedEngine:
+        slots, tokens = setting.plan.slots, setting.tokens
+        return PacedEngine(rows=rows, slots=slots, median_tokens=tokens, sigma=0.0, step_s=setting.step_s)
 
-    def step(self) -> list[Completion | Failed]:
-        began, self._step_s = time.perf_counter(), max(0.0, self._pace_s - self._computed_s)
-        ended = super().step()
-        self._computed_s = max(0.0, time.perf_counter() - began - self._step_s)  # the next step sleeps less by this
-        return ended
+    return ThreadedEngine(make, name=name)
 
 
 class SlowWorld:
@@ -135,18 +124,6 @@ class SlowWorld:
                 await asyncio.sleep(seconds)
         assert turn is not None
         return float(turn.tokens[-1] % 5)
-
-
-class Characters:
-    """A tokenizer: one token a character."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) % 100 for character in text]
-
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        return {"input_ids": [self.encode(text) for text in texts]}
 
 
 @dataclass(frozen=True)
@@ -172,7 +149,7 @@ class Marks(Silent):
 
 def environment_of(setting: Setting, workers: int) -> Environment:
     """Returns the worlds of a setting: in this process, or played by so many others."""
-    spec = EnvironmentSpec("environments:SlowWorld", setting.turns + 1, asdict(setting))
+    spec = EnvironmentSpec("bench.environments:SlowWorld", setting.turns + 1, asdict(setting))
     if not workers:
         return SlowWorld(None, **spec.config)
     options = EpisodePoolOptions(spec, pickle.dumps(None), workers=workers)
@@ -181,46 +158,19 @@ def environment_of(setting: Setting, workers: int) -> Environment:
 
 async def run(setting: Setting, folder: Path, workers: int = 0) -> list[Mark]:
     """Runs to the last update, and verifies the run."""
-    plan = setting.plan
-    trainer = FakeTrainer()
-    role = ThreadedTrainer(trainer, 1, deadline_s=600.0)
-    journal = Journal.open(folder / "journal.sqlite", resume=False, interval_s=0.02)
     rows = [Row(text=f"{number}+{number}=", columns={}) for number in range(64)]
-    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=16)
     sampling = Sampling(max_tokens=(setting.tokens + 1) * setting.turns)
     world = environment_of(setting, workers)
-    engine = ThreadedEngine(lambda: PacedEngine(setting, setting.rows), name="paced")
-    observer = Marks(engine)
-    decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     try:
         await start_environment(world)
-        facts = RunFacts(
-            plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0,
-            data_rows=prompts.num_rows, retries=plan.retries, filter_limit=0, order="shuffled", replay_groups=0,
-            replay_uses=0, laws_broken=plan.paradigm.breaks,
-        )  # fmt: skip
-        journal.begin(facts, at=time.time())
-        weights = {0: trainer.weights(0)}
-        journal.version_published(0, weights[0].checksum, at=time.time())
+        engine = paced_engine(setting, setting.rows, "paced")
+        observer = Marks(engine)
         play = TaskPlay(world, sampling, max_turns=setting.turns + 1, episode_s=600.0)
-        loop = Loop(
-            Controller(plan), engines={0: engine}, trainer=role, tasks=play, prompts=prompts, decode=decode,
-            evaluator=Evaluator(prompts, 1, tasks=TaskPlay(world, sampling), seed=0, journal=journal),
-            journal=journal, tally=Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl")), observer=observer,
-            settings=Settings(
-                seed=0, stall_s=600.0, reward_s=0.0, instance_s=600.0, vocabulary=100,
-            ),
-            weights=weights, rollouts={},
-        )  # fmt: skip
-        assert await loop.run()
-        journal.finished(stopped=False, at=time.time())
-        await journal.durable()
+        await run_paced(
+            setting.plan, play, rows, folder, engine=engine, trainer=FakeTrainer(), observer=observer, interval_s=0.02
+        )
     finally:
         await close_environment(world)
-        await engine.close()
-        role.close()
-        journal.close()
-    assert exit_code(verify(folder)) == 0
     return observer.marks
 
 
@@ -244,7 +194,7 @@ def measure(setting: Setting, workers: int = 0) -> dict[str, float]:
 async def lock_step(setting: Setting) -> float:
     """Episodes a second if all episodes in flight take each turn together, and wait for the slowest world."""
     count = setting.groups * setting.group_size
-    engine = ThreadedEngine(lambda: PacedEngine(setting, count), name="lock-step")
+    engine = paced_engine(setting, count, "lock-step")
     sampling = Sampling(max_tokens=(setting.tokens + 1) * setting.turns)
     try:
         await engine.load(FakeTrainer().weights(0))
@@ -407,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (got, sign, floor) in floors.items():
         print(f"{name:>26}: {got:7.3f}   floor {sign} {floor:g}   {'met' if met[name] else 'NOT met'}")
     result = {
-        "command": "python bench/environments.py" + (" --quick" if options.quick else ""),
+        "command": "python -m bench.environments" + (" --quick" if options.quick else ""),
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine(),

@@ -1,4 +1,4 @@
-"""A judge that takes 200 ms: calls in flight, and what a run loses to it. `python bench/judge.py`.
+"""A judge that takes 200 ms: calls in flight, and what a run loses to it. `python -m bench.judge`.
 
 The judge is a server on loopback, in a process of its own, that answers every call after `--latency` seconds.
 
@@ -38,29 +38,23 @@ import torch
 import transformers
 from aiohttp import web
 
+from bench.paced import PacedEngine, decode, run_paced
 from stretto.assembly.train import train
-from stretto.core.controller import Controller
 from stretto.core.plan import resolve_plan
-from stretto.engines.fake import FakeSteppedEngine
-from stretto.engines.threaded import Failed, ThreadedEngine
+from stretto.engines.threaded import ThreadedEngine
 from stretto.environments.countdown import problem_at
-from stretto.environments.data import PromptStream, Row
+from stretto.environments.data import Row
 from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.environments.single_turn import SingleTurn
-from stretto.local.trainer import ThreadedTrainer
-from stretto.observe.metrics import JsonLines, Tally
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, parse_recipe
-from stretto.run.loop import Loop, Settings
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.task_play import TaskPlay
 from stretto.setup.scorers import judge_scorer
-from stretto.store.journal import Journal
-from stretto.store.schema import RunFacts
-from stretto.store.verify import exit_code, verify
 from stretto.training.fake import FakeTrainer
-from stretto.types import Completion, Sampling
+from stretto.types import Sampling
 
 CONCURRENCY = 64
 QUESTION = "right={answer} said={completion}"
@@ -249,33 +243,6 @@ def runs(port: int, latency_s: float, updates: int, staleness: int, repeats: int
 PACED = {"batch": 8, "group_size": 8, "tokens": 30, "sigma": 0.5, "step_s": 0.02, "update_s": 1.5, "rows": 128}
 
 
-class PacedEngine(FakeSteppedEngine):
-    """A fake whose steps take `step_s` with all that they compute."""
-
-    def __init__(self, slots: int) -> None:
-        tokens, sigma = PACED["tokens"], PACED["sigma"]
-        super().__init__(rows=int(PACED["rows"]), slots=slots, median_tokens=int(tokens), sigma=sigma)
-        self._computed_s = 0.0
-
-    def step(self) -> list[Completion | Failed]:
-        began, self._step_s = time.perf_counter(), max(0.0, PACED["step_s"] - self._computed_s)
-        ended = super().step()
-        self._computed_s = max(0.0, time.perf_counter() - began - self._step_s)  # the next step sleeps less by this
-        return ended
-
-
-class Characters:
-    """A tokenizer: one token a character."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) % 100 for character in text]
-
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        return {"input_ids": [self.encode(text) for text in texts]}
-
-
 def scorer_pool(scorer: str, port: int, folder: Path) -> RewardPool:
     columns = {"answer": None}
     if scorer != "judge":
@@ -291,41 +258,25 @@ async def paced(scorer: str, port: int, folder: Path, updates: int, staleness: i
         staleness=staleness, rows=int(PACED["rows"]), in_flight=(staleness + 1) * int(PACED["batch"]),
     )  # fmt: skip
     folder.mkdir()
-    trainer = FakeTrainer(update_s=PACED["update_s"])
-    role = ThreadedTrainer(trainer, 1, deadline_s=600.0)
-    journal = Journal.open(folder / "journal.sqlite", resume=False)
     rows = [Row(text=f"{number}+{number}=", columns={"answer": number}) for number in range(512)]
-    prompts = PromptStream(rows, Characters(), seed=0, max_prompt_tokens=16)
-    sampling = Sampling(max_tokens=400)
-    decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     pool = scorer_pool(scorer, port, folder)
-    engine = ThreadedEngine(lambda: PacedEngine(plan.slots), name="paced")
-    tally = Tally(rows=plan.rows, sink=JsonLines(folder / "metrics.jsonl"))
+
+    def make_engine() -> PacedEngine:
+        return PacedEngine(
+            rows=int(PACED["rows"]), slots=plan.slots, median_tokens=PACED["tokens"], sigma=PACED["sigma"],
+            step_s=PACED["step_s"],
+        )  # fmt: skip
+
     try:
         await pool.start()
-        facts = RunFacts(
-            plan.paradigm.name, plan.staleness, plan.auto, plan.batch, plan.group_size, plan.updates, seed=0,
-            data_rows=prompts.num_rows, retries=plan.retries, filter_limit=0, order="shuffled", replay_groups=0,
-            replay_uses=0, laws_broken=plan.paradigm.breaks,
-        )  # fmt: skip
-        journal.begin(facts, at=time.time())
-        weights = {0: trainer.weights(0)}
-        journal.version_published(0, weights[0].checksum, at=time.time())
-        loop = Loop(
-            Controller(plan), engines={0: engine}, trainer=role, tasks=TaskPlay(SingleTurn(pool, decode), sampling),
-            prompts=prompts, decode=decode, evaluator=None, journal=journal, tally=tally, observer=Silent(),
-            settings=Settings(seed=0, stall_s=600.0, reward_s=pool.longest_s, instance_s=600.0, vocabulary=100),
-            weights=weights, rollouts={},
-        )  # fmt: skip
-        assert await loop.run()
-        journal.finished(stopped=False, at=time.time())
-        await journal.durable()
+        engine = ThreadedEngine(make_engine, name="paced")
+        play = TaskPlay(SingleTurn(pool, decode), Sampling(max_tokens=400))
+        trainer = FakeTrainer(update_s=PACED["update_s"])
+        await run_paced(
+            plan, play, rows, folder, engine=engine, trainer=trainer, observer=Silent(), reward_s=pool.longest_s
+        )
     finally:
         await pool.close()
-        await engine.close()
-        role.close()
-        journal.close()
-    assert exit_code(verify(folder)) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     idle = [line["trainer_idle_seconds"] for line in lines if "trainer_idle_seconds" in line]
     later = idle[staleness + 1 :]  # the pipeline is full
@@ -392,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps(
                 {
                     "date": datetime.date.today().isoformat(),
-                    "command": "python bench/judge.py "
+                    "command": "python -m bench.judge "
                     + " ".join(
                         f"--{name} {getattr(options, name)}"
                         for name in ("latency", "calls", "updates", "staleness", "repeats")

@@ -40,7 +40,7 @@ import tomli_w
 
 from stretto.environments.countdown import REWARD, Problem
 from stretto.objectives import OBJECTIVES
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"
 MARGIN = 0.03  # of accuracy

@@ -230,7 +230,7 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
     import tomllib
 
     from stretto.assembly.train import train
-    from stretto.recipe.schema import load_recipe
+    from stretto.recipe.reading import load_recipe
     from stretto.store.reader import JournalReader
     from stretto.store.verify import exit_code, format_findings, verify
 

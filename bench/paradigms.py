@@ -29,7 +29,8 @@ import transformers
 from stretto.engines.native.engine import NativeEngine
 from stretto.models.loading import load_model
 from stretto.models.tiny import tiny_model
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.memory import kv_tokens
 from stretto.setup.threads import available_cores
 from stretto.store.reader import JournalReader

@@ -35,7 +35,7 @@ from stretto.assembly.train import train
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.store.verify import exit_code, verify
 from stretto.types import Completion, Request, Suspended
 

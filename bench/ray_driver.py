@@ -25,7 +25,7 @@ from typing import Any
 
 from stretto.assembly.train import train
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 from stretto.store.verify import exit_code, verify
 
 FLOOR_MS = 3.0

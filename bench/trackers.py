@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.assembly.train import train
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 PORT = 9_479
 FLOOR = 0.01

@@ -8,6 +8,7 @@ from: cells that were measured in one go carry the same `sitting`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -188,6 +189,13 @@ def integers(text: str) -> list[int]:
 
 def words(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
+
+
+def release_memory(device: str) -> None:
+    """Gives back what a measurement has left on the device."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run_children(commands: Sequence[Sequence[str]]) -> int:

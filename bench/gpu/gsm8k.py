@@ -38,7 +38,8 @@ from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_model, load_tokenizer
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.types import Completion, Request, Sampling, Weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k.toml"

@@ -26,7 +26,8 @@ from bench.gpu.cells import Cell, add_options, from_options, integers
 from stretto.environments.data import Row
 from stretto.environments.reasoning_problems import EXACT_REWARD
 from stretto.environments.tasks import load_task
-from stretto.recipe.schema import Recipe, load_recipe, parse_recipe
+from stretto.recipe.reading import load_recipe, parse_recipe
+from stretto.recipe.schema import Recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 

@@ -16,7 +16,6 @@ one real update.
 from __future__ import annotations
 
 import argparse
-import gc
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.gpu.cells import Cell, add_options, from_options, run_children, words
+from bench.gpu.cells import Cell, add_options, from_options, release_memory, run_children, words
 from bench.gpu.native_side import lengths
 from bench.gpu.shapes import RANK, adapter, add_dtype, base_weights, config_of, dtype_of, dtype_parameter, make_model
 from bench.gpu.sides import Ask, prompts
@@ -117,7 +116,7 @@ def draw_vllm(options: argparse.Namespace, scratch: Path) -> list[Completion]:
         model.save_pretrained(folder)
         config_of(options.size).save_pretrained(folder)  # as the other benches give it to vLLM
         del model
-        _release(options.device)
+        release_memory(options.device)
     command = [options.vllm_python, "-m", "bench.gpu.mismatch", *options.given]
     _run([*command, "--draw-vllm", str(drawn), "--folder", str(folder)])
     with np.load(drawn) as file:
@@ -213,12 +212,6 @@ def measure(side: str, options: argparse.Namespace) -> dict[str, Any]:
     mean = float(np.concatenate([completion.logprobs for completion in drawn]).mean())
     dtype = str(trainer.packed.head.weight.dtype).removeprefix("torch.")
     return {**results_of(score(trainer, drawn, options)), "logprob_mean": mean, "dtype": dtype}
-
-
-def _release(device: str) -> None:
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:

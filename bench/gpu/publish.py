@@ -18,7 +18,6 @@ Bytes of full weights: read and written by the copy, read by the checksum, so 3 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.cells import Cell, add_options, from_options, integers, words
+from bench.gpu.cells import Cell, add_options, from_options, integers, release_memory, words
 from bench.gpu.native_side import lengths, num_captured
 from bench.gpu.shapes import RANK, make_model
 from bench.gpu.sides import prompts
@@ -231,9 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.sitting = from_options(options).sitting
     for kind in options.kinds:
         measure(kind, options)
-        gc.collect()
-        if torch.device(options.device).type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(options.device)
     return 0
 
 

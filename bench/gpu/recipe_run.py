@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.gpu.cells import Cell, add_options, from_options
 from bench.gpu.gsm8k import COMMAND, read_lines, results_of, train
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -11,8 +11,6 @@ measured in turns in one process, so that the ratio does not depend on what else
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.training import SHAPE, TINY, batch_of, model_of
+from bench.gpu.training import SHAPE, TINY, batch_of, keep, model_of
 from stretto.objectives.dora import DoraOptions
 from stretto.training.mini_batches import micro_batch_plans, split_batch
 from stretto.training.trainer import LocalTrainer, LoraOptions, TrainingOptions
@@ -125,13 +123,7 @@ def main() -> None:
             flush=True,
         )
         results["settings"].append(found)
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        gc.collect()
-        torch._dynamo.reset()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+        keep(results, arguments)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,9 @@ all versions share one pass over the base; full weights are read once a version,
 from __future__ import annotations
 
 import argparse
-import gc
 from typing import Any
 
-import torch
-
-from bench.gpu.cells import Cell, add_options, from_options, integers, words
+from bench.gpu.cells import Cell, add_options, from_options, integers, release_memory, words
 from bench.gpu.native_side import NativeSide
 from bench.gpu.sides import Ask, prompts
 
@@ -83,9 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.sitting = from_options(options).sitting
     for kind in options.kinds:
         measure(kind, options)
-        gc.collect()
-        if torch.device(options.device).type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(options.device)
     return 0
 
 

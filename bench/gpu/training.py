@@ -197,6 +197,17 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def keep(results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Writes what there is after each setting, so that a run that is cut short leaves it, and frees the device."""
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    gc.collect()
+    torch._dynamo.reset()
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     arguments = parse()
     batch = batch_of(arguments, arguments.shape["vocab_size"])
@@ -218,13 +229,7 @@ def main() -> None:
                 flush=True,
             )
         results["settings"].append({**setting, **measured})
-        if arguments.out:  # after each setting, so that a run that is cut short leaves what it has
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        gc.collect()
-        torch._dynamo.reset()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+        keep(results, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from transformers import Qwen2Config, Qwen3Config
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
 from stretto.models.shapes import FOLDER
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.device import device_limit
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import engine_rows, longest_trajectory

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from stretto.assembly.compare import compare
     from stretto.environments.python_rewards import Reward
     from stretto.observe.listeners import Callback
-    from stretto.recipe.schema import load_recipe
+    from stretto.recipe.reading import load_recipe
 else:
     _MODULES = {
         "Callback": "stretto.observe.listeners",
@@ -54,7 +54,7 @@ else:
         "compare": "stretto.assembly.compare",
         "compare_runs": "stretto.api.comparison",
         "list_runs": "stretto.api.run_files",
-        "load_recipe": "stretto.recipe.schema",
+        "load_recipe": "stretto.recipe.reading",
         "open_run": "stretto.api.runs",
         "train": "stretto.api.training",
         "verify": "stretto.api.runs",

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import assert_verifies, run
+from run_cases import assert_verifies, run, small_recipe
 from transformers import AutoTokenizer
 
 from stretto.environments.adapters import bfcl
 from stretto.environments.data import load_rows
 from stretto.errors import RecipeError
-from stretto.recipe.schema import load_recipe
 
 pytest.importorskip("bfcl_eval")
 
@@ -143,13 +142,7 @@ def test_a_run_trains_on_function_calls_and_verifies(
     Path("short.jsonl").write_text("\n".join(sorted(lines, key=len)[:8]))
     shutil.copytree(model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    path = tmp_path / "calls.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{tmp_path / "model"}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "file"
         path = "short.jsonl"
@@ -160,20 +153,14 @@ def test_a_run_trains_on_function_calls_and_verifies(
         max_tokens = 16
         [training]
         steps = 2
-        learning_rate = 1e-3
         [evaluation]
         prompts = 0
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
+    """
+    made = small_recipe(tmp_path / "model", tmp_path, tables)
     with pytest.raises(RecipeError, match="does not show tools"):
-        run(load_recipe(path), tmp_path / "refused")
+        run(made, tmp_path / "refused")
     tokenizer.chat_template = SHOWS_TOOLS
     tokenizer.save_pretrained(tmp_path / "model")
-    summary = run(load_recipe(path), tmp_path / "run")
+    summary = run(made, tmp_path / "run")
     assert summary["trained_trajectories"] == 8
     assert_verifies(tmp_path / "run")

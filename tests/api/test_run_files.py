@@ -76,7 +76,7 @@ def test_resume_without_a_folder_names_the_command_for_the_newest_run(
 
 
 def test_a_bad_override_on_resume_names_the_recipe_of_the_run() -> None:
-    from stretto.recipe.schema import load_recipe
+    from stretto.recipe.reading import load_recipe
 
     with pytest.raises(RecipeError, match=r"`--set training.learning_rate=-1` on `run/config.toml`"):
         load_recipe("quickstart", ["training.learning_rate=-1"], source="run/config.toml")

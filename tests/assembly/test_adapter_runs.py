@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from interruption_cases import Dies
 from run_cases import assert_verifies, policy, recipe, rows, run
 from safetensors.torch import load_file, save_file
 
@@ -19,17 +18,11 @@ from stretto.assembly.serve import PolicyFolder, ServeOptions, load
 from stretto.errors import ModelError, RecipeError, RunError
 from stretto.models.loading import load_model
 from stretto.models.tiny import WarmStart, tiny_model
-from stretto.observe.progress import Silent
 
 CPU = torch.device("cpu")
 FIRST, LAST = "SELECT checksum FROM versions WHERE version = 0", "SELECT checksum FROM versions ORDER BY version DESC"
 KL = 'algorithm.kl={coefficient=0.1, place="loss"}'
 QUIET = "evaluation.prompts=0"
-
-
-class Dies(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        raise KeyError("as if it were killed here")
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def test_a_run_of_a_continued_adapter_goes_on_and_is_refused_if_the_adapter_has_
 ) -> None:
     folder, made = tmp_path / "new", recipe(model, tmp_path, QUIET, f'model.adapter="{old}"', lora=False)
     with pytest.raises(KeyError):
-        run(made, folder, observer=Dies())
+        run(made, folder, observer=Dies(at=0))
     path = old / "policy" / "adapter_model.safetensors"
     whole = path.read_bytes()
     save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_cases import agents
-from run_cases import assert_verifies, rows, run, story
+from interruption_cases import assert_same_bits_after_a_kill
+from run_cases import assert_verifies, rows, run
 from transformers import AutoTokenizer
 
 from stretto.api.runs import open_run
@@ -17,15 +17,8 @@ from stretto.assembly.check import check
 from stretto.assembly.policy_export import export
 from stretto.assembly.serve import PolicyFolder
 from stretto.models.loading import load_tokenizer
-from stretto.observe.progress import Silent
 
 pytest.importorskip("stretto.chat")
-
-
-class Dies(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 1:
-            raise KeyError("as if it were killed here")
 
 
 def test_a_program_that_knows_nothing_of_us_is_trained_and_evaluated(model: Path, tmp_path: Path) -> None:
@@ -60,9 +53,4 @@ def test_a_policy_is_asked_as_it_was_trained(merge: bool, model: Path, tmp_path:
 
 def test_a_run_of_agents_that_is_killed_goes_on_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     made = agents(model, tmp_path, 'rollout.paradigm="synchronous"', "evaluation.prompts=0")
-    with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
-    run(made, tmp_path / "run", resume=True)
-    assert_verifies(tmp_path / "run")
-    run(made, tmp_path / "whole")
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert_same_bits_after_a_kill(made, tmp_path, at=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.assembly.check import effective
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 MODEL = {"path": "tiny", "lora": {"rank": 4}}
 TASK = {"type": "countdown-chain"}

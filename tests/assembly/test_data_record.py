@@ -9,7 +9,8 @@ import pytest
 
 from stretto.assembly.data_record import refuse_other_data
 from stretto.errors import RunError
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.store.journal import Journal
 from stretto.store.schema import JOURNAL_NAME, RunFacts
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Dies, interrupt_during
 from rich.console import Console
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story
 
-from stretto.observe.progress import Silent
 from stretto.observe.show import show
 from stretto.observe.summary import summary_table
 from stretto.recipe.schema import Recipe
-from stretto.training.trainer import LocalTrainer
-from stretto.types import Batch, UpdateReport
 
 FILTER = "rollout.filter=no-signal"
 BY_RATE = "task.order=pass-rate"
@@ -29,18 +24,6 @@ REPLAY = "training.replay={ratio = 0.67, uses = 2}"
 
 def made(model: Path, folder: Path, *overrides: str) -> Recipe:
     return recipe(model, folder, "training.steps=5", "evaluation.prompts=0", *overrides, reward="often_solved")
-
-
-def stop_during(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
-    original = LocalTrainer.update
-
-    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
-        if batch.update == update:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)  # until the loop has heard of it
-        return original(self, batch)
-
-    monkeypatch.setattr(LocalTrainer, "update", interrupted)
 
 
 def shown(folder: Path, summary: Mapping[str, Any]) -> str:
@@ -78,7 +61,7 @@ def test_a_synchronous_run_that_was_stopped_ends_with_the_same_bits(
     asked = made(model, tmp_path, "rollout.paradigm=synchronous", *options)
     whole = run(asked, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        stop_during(patch, 2)
+        interrupt_during(patch, 2)
         assert run(asked, tmp_path / "run")["stopped"]
     summary = run(asked, tmp_path / "run", resume=True)
     assert_verifies(tmp_path / "run")
@@ -92,14 +75,8 @@ def test_a_synchronous_run_that_was_stopped_ends_with_the_same_bits(
 
 def test_a_killed_run_filters_draws_and_uses_again_as_its_journal_has_it(model: Path, tmp_path: Path) -> None:
     asked = made(model, tmp_path, FILTER, BY_RATE, REPLAY, "rollout.staleness=2", "runtime.checkpoint_seconds=0.000001")
-
-    class Dies(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 3:
-                raise KeyError("as if it were killed here")
-
     with pytest.raises(KeyError):
-        run(asked, tmp_path / "run", observer=Dies())
+        run(asked, tmp_path / "run", observer=Dies(at=3))
     summary = run(asked, tmp_path / "run", resume=True)
     assert_verifies(tmp_path / "run")
     assert (summary["steps"], summary["trained_trajectories"]) == (5, 60)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Dies
 from run_cases import Heard, assert_verifies, policy, recipe, run
 
 from stretto.assembly.check import check
 from stretto.assembly.recompute import recompute
 from stretto.assembly.retrain import retrain
 from stretto.errors import ModelError, RecipeError
-from stretto.observe.progress import Silent
 
 QUIET = "evaluation.prompts=0"
 ALONE = ("algorithm.type=distill", "task.reward=", QUIET)
-
-
-class Dies(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 1:
-            raise KeyError("as if it were killed here")
 
 
 @pytest.fixture
@@ -70,7 +63,7 @@ def test_a_run_that_was_killed_goes_on_with_its_teacher_and_ends_with_the_same_p
     made = recipe(model, tmp_path, *ALONE, taught_by(teacher), "rollout.paradigm=synchronous")
     run(made, tmp_path / "whole")
     with pytest.raises(KeyError):
-        run(made, tmp_path / "killed", observer=Dies())
+        run(made, tmp_path / "killed", observer=Dies(at=1))
     assert run(made, tmp_path / "killed", resume=True)["steps"] == 3
     assert_verifies(tmp_path / "killed")
     whole, killed = policy(tmp_path / "whole"), policy(tmp_path / "killed")

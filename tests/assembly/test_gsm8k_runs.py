@@ -12,7 +12,8 @@ from run_cases import assert_verifies, run
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from examples import gsm8k
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("gsm8k", "gsm8k-small")

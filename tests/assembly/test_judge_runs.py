@@ -19,7 +19,8 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.rewards.judge_options import JudgeOptions
 from stretto.errors import RecipeError, ScoringHaltedError
 from stretto.observe.progress import Silent, Status
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.serve.http import Endpoint
 from stretto.setup.scorers import judge_scorer
 

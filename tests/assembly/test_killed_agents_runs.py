@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from run_cases import assert_verifies, rows, run
+from run_cases import assert_verifies, rows, run, small_recipe
 
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.schema import Recipe
 
 pytest.importorskip("aiohttp")
 
@@ -47,13 +47,7 @@ async def solve(task, access):
 
 def agents(model: Path, folder: Path) -> Recipe:
     (folder / "waiting_agent.py").write_text(AGENT)
-    path = folder / "recipe.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "agent"
         path = "prompts.jsonl"
@@ -71,14 +65,10 @@ def agents(model: Path, folder: Path) -> Recipe:
         [evaluation]
         prompts = 0
         [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
         stall_seconds = 120.0
         checkpoint_seconds = 0.001
-        """
-    )
-    return load_recipe(path, ())
+    """
+    return small_recipe(model, folder, tables)
 
 
 @pytest.mark.slow

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from run_cases import assert_verifies, equal, policy, rows, run, story
+from interruption_cases import Stops, assert_same_bits_after_a_kill
+from run_cases import assert_verifies, equal, policy, rows, run, small_recipe
 
 from stretto.cli import main
-from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio
@@ -67,38 +64,21 @@ class Branches:
 def branching(model: Path, folder: Path, *overrides: str) -> Recipe:
     """Four updates of 3 groups of 4 episodes, whose turns end at a vowel."""
     (folder / "our_branches.py").write_text(MINE)
-    path = folder / "branching.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "environment"
         path = "prompts.jsonl"
         environment = "our_branches:Branches"
         turns = 6
         [rollout]
-        prompts = 3
-        group = 4
         max_tokens = 24
         stop = ["a", "e", "i", "o", "u", "1", "2", "3", "4"]
         [algorithm]
         average = "sequence"
         [training]
         steps = 4
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 2
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides)
 
 
 def lineages_of(folder: Path) -> list[Any]:
@@ -107,20 +87,6 @@ def lineages_of(folder: Path) -> list[Any]:
         "FROM completions ORDER BY 1, 2"
     )
     return list(rows(folder, query))
-
-
-class Dies(Silent):
-    """Ends the process, as far as the run can tell, as an update ends."""
-
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 2:
-            raise KeyError("as if it were killed here")
-
-
-class Stops(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 1:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_of_several_lineages_trains_each_once_and_the_title_never(model: Path, tmp_path: Path) -> None:
@@ -144,12 +110,7 @@ def test_a_run_of_several_lineages_trains_each_once_and_the_title_never(model: P
 
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     made = branching(model, tmp_path, 'rollout.paradigm="synchronous"', "evaluation.prompts=0")
-    with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
-    run(made, tmp_path / "run", resume=True)
-    assert_verifies(tmp_path / "run")
-    run(made, tmp_path / "whole")
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert_same_bits_after_a_kill(made, tmp_path, at=2)
     assert lineages_of(tmp_path / "run") == lineages_of(tmp_path / "whole")
 
 
@@ -160,7 +121,7 @@ def test_a_run_that_is_stopped_goes_on_with_its_lineages_and_can_be_trained_and_
         model, tmp_path, "rollout.in_flight=9", "task.config.pause_s=0.02", "task.config.by_turn=true",
         "algorithm.turns.gamma=0.5", "evaluation.prompts=0",
     )  # fmt: skip
-    assert run(made, tmp_path / "run", observer=Stops())["stopped"]
+    assert run(made, tmp_path / "run", observer=Stops(at=1))["stopped"]
     assert run(made, tmp_path / "run", resume=True)["trained_trajectories"] == 48
     assert_verifies(tmp_path / "run")
     ((note,),) = rows(tmp_path / "run", "SELECT text FROM notes WHERE kind = 'resumed'")

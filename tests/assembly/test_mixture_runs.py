@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Stops, train_and_kill
 from mixture_cases import KINDS, TASKS, mixture, write_kinds
 from run_cases import assert_verifies, equal, policy, rows, run, story
 
@@ -28,7 +24,7 @@ from stretto.environments.given import Given
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
 from stretto.observe.trackers.chosen_metrics import chosen
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.store.verify import exit_code, format_findings, verify
 from stretto.view.api import Api
 from stretto.view.runs import open_runs
@@ -97,14 +93,8 @@ def test_a_synchronous_mixture_is_the_same_bit_for_bit(model: Path, tmp_path: Pa
 
 def test_a_stopped_mixture_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     options = ('rollout.paradigm="synchronous"', "task.chain.order=pass-rate", "training.steps=8")
-
-    class Stops(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-
     run(mixture(model, tmp_path, *options), tmp_path / "whole")
-    assert run(mixture(model, tmp_path, *options), tmp_path / "parts", observer=Stops())["stopped"]
+    assert run(mixture(model, tmp_path, *options), tmp_path / "parts", observer=Stops(at=3))["stopped"]
     run(mixture(model, tmp_path, *options), tmp_path / "parts", resume=True)
     assert story(tmp_path / "parts") == story(tmp_path / "whole")
     assert_verifies(tmp_path / "parts")
@@ -114,18 +104,7 @@ def test_a_stopped_mixture_goes_on_where_it_was(model: Path, tmp_path: Path) -> 
 def test_a_killed_mixture_with_a_filter_is_resumed_and_extended(model: Path, tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ('rollout.filter="no-signal"', "training.steps=200")
     mixture(model, tmp_path, reward="often_solved")
-    command = [sys.executable, "-m", "stretto", "train", "recipe.toml", "--out", str(folder)]
-    command += [word for each in options for word in ("--set", each)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < 6:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
+    train_and_kill(folder, options, num_updates=6)
     assert_verifies(folder)
     again = ('rollout.filter="no-signal"', "training.steps=30")
     assert run(mixture(model, tmp_path, *again, reward="often_solved"), folder, resume=True)["steps"] == 30
@@ -380,13 +359,8 @@ def test_trackers_get_the_rewards_of_tasks() -> None:
 def test_shares_hold_where_groups_are_dropped_or_used_again(
     model: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    class Stops(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 5:
-                os.kill(os.getpid(), signal.SIGINT)
-
     made = mixture(model, tmp_path, *options, "training.steps=20", "task.guess.wait_seconds=0.01")
-    assert run(made, tmp_path / "run", observer=Stops())["stopped"]
+    assert run(made, tmp_path / "run", observer=Stops(at=5))["stopped"]
     assert_verifies(tmp_path / "run")
     run(made, tmp_path / "run", resume=True)
     text = assert_verifies(tmp_path / "run")

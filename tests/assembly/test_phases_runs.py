@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Dies, Stops, train_and_kill
 from run_cases import Heard, assert_verifies, equal, policy, recipe, rows, run, story
 
 from stretto.assembly.recompute import recompute
 from stretto.assembly.retrain import retrain
 from stretto.cli import main
 from stretto.errors import RunError
-from stretto.observe.progress import Silent
 from stretto.run.folder_checks import standing
 from stretto.store.verify import exit_code, format_findings, verify
 
 RATES = "SELECT json_extract(metrics, '$.learning_rate') FROM updates ORDER BY update_id"
 PHASES = "SELECT phase, first_update, first_group FROM phases"
-
-
-class Dies(Heard):
-    """Ends the process, as far as the run can tell, as an update ends."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == self.at:
-            raise KeyError("as if it were killed here")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -127,13 +109,7 @@ def test_without_its_last_checkpoint_a_run_goes_on_too(model: Path, tmp_path: Pa
 
 def stopped(made: Any, folder: Path, at: int) -> None:
     """Runs until an update, and stops there."""
-
-    class Stops(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == at:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    assert run(made, folder, observer=Stops())["stopped"]
+    assert run(made, folder, observer=Stops(at))["stopped"]
 
 
 @pytest.mark.parametrize("bounds", [(4, 1), (1, 4), (3, "auto")])
@@ -193,19 +169,8 @@ def test_a_negative_learning_rate_is_refused_by_name_at_the_command_line(
 def test_a_process_that_is_killed_in_the_second_phase_leaves_a_run_that_goes_on(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(recipe(model, tmp_path, "evaluation.prompts=0"), folder)
-    command = [sys.executable, "-m", "stretto", "train", "recipe.toml", "--out", str(folder), "--resume"]
     changed = "evaluation.prompts=0", "training.steps=40", "training.learning_rate=1e-4"
-    command += [word for each in changed for word in ("--set", each)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while (folder / "metrics.jsonl").read_text().count('"kind": "update"') < 6:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
+    train_and_kill(folder, changed, num_updates=6, resume=True)
     assert_verifies(folder)
     assert run(recipe(model, tmp_path, *changed[::2], "training.steps=12"), folder, resume=True)["steps"] == 12
     assert "recipes of 3 phases" in assert_verifies(folder)

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hub_server import TOKEN, served_hub
+from interruption_cases import Dies
 from peft import PeftModel
 from run_cases import equal, recipe, rows, run
 from safetensors.torch import load, load_file
@@ -22,7 +22,6 @@ from stretto.assembly.policy_export import export
 from stretto.cli import main
 from stretto.errors import RunError
 from stretto.models.checksums import checksum
-from stretto.observe.progress import Silent
 
 PROMPT = torch.arange(2, 20)[None]
 
@@ -65,17 +64,11 @@ def test_a_copied_policy_is_the_one_of_the_run(finished: Path, tmp_path: Path) -
     assert f'"{tmp_path / "copy"}")' in (tmp_path / "copy" / "README.md").read_text()
 
 
-class Dies(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 1:
-            raise KeyError("as if it were killed here")
-
-
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_newest_version_of_a_run_that_was_killed_is_exported(model: Path, tmp_path: Path, lora: bool) -> None:
     folder, said = tmp_path / "run", list[str]()
     with pytest.raises(KeyError):
-        run(recipe(model, tmp_path, "evaluation.prompts=0", lora=lora), folder, observer=Dies())
+        run(recipe(model, tmp_path, "evaluation.prompts=0", lora=lora), folder, observer=Dies(at=1))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     export(folder, tmp_path / "out", say=said.append)
     assert "version 2, its newest, is exported" in said[0]

@@ -19,7 +19,7 @@ from stretto.assembly.retrain import made_trainer, recorded_recipe, retrain
 from stretto.cli import main
 from stretto.errors import RunError
 from stretto.setup.trainer_recovery import SampledVersions, train_again
-from stretto.store import data_checks, journal_writes
+from stretto.store import data_checks, update_writes
 from stretto.store.journal import JOURNAL_NAME
 from stretto.store.reader import JournalReader
 from stretto.store.version_files import write_file
@@ -60,7 +60,7 @@ def forge(folder: Path, *statements: str) -> None:
             batches = {update: reader.batch(update) for update in updates}
         for update, samples in batches.items():
             columns = "SELECT checksum, advantages, metrics, totals FROM updates WHERE update_id = ?"
-            journal_writes._seal(db, update, samples, db.execute(columns, (update,)).fetchone())
+            update_writes._seal(db, update, samples, db.execute(columns, (update,)).fetchone())
     db.close()
 
 

@@ -20,7 +20,8 @@ from stretto.assembly.retrain import retrain
 from stretto.errors import JournalError, RunError, TrainerError
 from stretto.local.components import LocalComponents
 from stretto.observe.progress import Observer, Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
 from stretto.run.folder_checks import standing
 from stretto.store.journal import Journal

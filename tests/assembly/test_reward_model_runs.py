@@ -16,7 +16,8 @@ from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.errors import RecipeError
 from stretto.models.reward_model import RewardModel
 from stretto.models.tiny import tiny_tokenizer
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 
 
 @pytest.fixture

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Dies
 from run_cases import assert_verifies, recipe, rows, run
 
 from stretto.assembly import train
 from stretto.assembly.resume import Resumed
 from stretto.assembly.retrain import retrain
-from stretto.observe.progress import Silent
 from stretto.run.loop import Loop
 from stretto.store.version_files import VersionFile, VersionFiles
 from stretto.training import version_scoring
@@ -31,14 +30,6 @@ MIXES: dict[str, tuple[str, ...]] = {
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"update"' in line]
-
-
-class Stops(Silent):
-    """Ends the process, as far as the run can tell, as update 3 ends."""
-
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 3:
-            raise KeyError("as if it were killed here")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(model: Path, tmp_path
         f"runtime.checkpoint_seconds={every}", lora=mix != "not durable",
     )  # fmt: skip
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Stops())
+        run(made, tmp_path / "run", observer=Dies(at=3))
     run(made, tmp_path / "run", resume=True)
     assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM updates") == [(6,)]
@@ -119,7 +110,7 @@ def test_a_resumed_run_takes_only_live_versions_to_the_device_and_keeps_no_file_
     )  # fmt: skip
     folder = tmp_path / "run"
     with pytest.raises(KeyError):
-        run(made, folder, observer=Stops())
+        run(made, folder, observer=Dies(at=3))
     (folder / "checkpoints" / "000001").mkdir(parents=True)
     (folder / "checkpoints" / "000001" / "state.json").write_text("{}")  # there, if not readable: it holds version 0
     resumed: list[Resumed] = []
@@ -152,7 +143,7 @@ def test_a_version_that_was_trained_and_not_published_is_kept_while_engines_need
     made = recipe(model, tmp_path, *STALE, "training.mismatch_samples=0", "evaluation.prompts=0", "training.steps=8")
     folder, loops, early = tmp_path / "run", list[Loop](), list[int]()
     with pytest.raises(KeyError):
-        run(made, folder, observer=Stops())
+        run(made, folder, observer=Dies(at=3))
     make_loop, remove = train._make_loop, VersionFiles.remove
 
     def watched_loop(*arguments: Any) -> Loop:

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from interruption_cases import Dies, interrupt_during
 from rich.console import Console
 from run_cases import assert_verifies, equal, policy, recipe, rows, run, story, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,7 +34,8 @@ from stretto.models.checksums import checksum
 from stretto.models.loading import second_tree
 from stretto.observe.progress import Silent
 from stretto.observe.summary import summary_table
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.evaluation import Evaluator
 from stretto.store.reader import JournalReader
 from stretto.training.trainer import LocalTrainer
@@ -59,19 +61,6 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTrainer]:
 
     monkeypatch.setattr(parts_module, "LocalTrainer", Kept)
     return made
-
-
-def interrupt_during(monkeypatch: pytest.MonkeyPatch, update: int) -> None:
-    """Press Ctrl-C while that update trains."""
-    original: Callable[[LocalTrainer, Batch], UpdateReport] = LocalTrainer.update
-
-    def interrupted(self: LocalTrainer, batch: Batch) -> UpdateReport:
-        if batch.update == update:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)  # until the loop has heard of it
-        return original(self, batch)
-
-    monkeypatch.setattr(LocalTrainer, "update", interrupted)
 
 
 # -- laws and paradigms ------------------------------------------------------------------------------------------------
@@ -596,22 +585,32 @@ def test_a_second_ctrl_c_ends_the_process_at_once(model: Path, tmp_path: Path) -
     assert_verifies(tmp_path / "run")
 
 
+def slow_steps(patch: pytest.MonkeyPatch) -> None:
+    """Have every step of the engine take a while, so that a stop finds trajectories under way."""
+    step = NativeEngine.step
+
+    def slow(self: NativeEngine) -> Any:
+        time.sleep(0.01)
+        return step(self)
+
+    patch.setattr(NativeEngine, "step", slow)
+
+
+def stop_with_trajectories_under_way(monkeypatch: pytest.MonkeyPatch, made: Recipe, folder: Path) -> None:
+    """Runs the recipe until update 1, and stops it there."""
+    with monkeypatch.context() as patch:
+        interrupt_during(patch, 1)
+        slow_steps(patch)
+        assert run(made, folder)["stopped"]
+    states = dict(rows(folder, "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
+    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+
+
 def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.steps=5", "rollout.max_tokens=60", "rollout.in_flight=9", "rollout.rows=24"]
-    step = NativeEngine.step
-
-    def slow(self: NativeEngine) -> Any:
-        time.sleep(0.01)  # so that an update is faster than the longest of its trajectories
-        return step(self)
-
-    with monkeypatch.context() as patch:
-        interrupt_during(patch, 1)
-        slow_steps(patch)
-        assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
-    states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
-    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+    stop_with_trajectories_under_way(monkeypatch, recipe(model, tmp_path, *overrides), tmp_path / "run")
     assert_verifies(tmp_path / "run")
     summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
     assert summary.keys() >= SUMMARY_KEYS
@@ -624,28 +623,12 @@ def test_a_run_that_was_stopped_with_trajectories_under_way_goes_on_with_them(
     assert_verifies(tmp_path / "run")
 
 
-def slow_steps(patch: pytest.MonkeyPatch) -> None:
-    """Have every step of the engine take a while, so that a stop finds trajectories under way."""
-    step = NativeEngine.step
-
-    def slow(self: NativeEngine) -> Any:
-        time.sleep(0.01)
-        return step(self)
-
-    patch.setattr(NativeEngine, "step", slow)
-
-
 def test_partial_goes_on_with_suspended_trajectories_under_the_weights_of_the_update_that_was_running(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ['rollout.paradigm="partial"', "rollout.max_tokens=60", "rollout.in_flight=6", "rollout.rows=24"]
     overrides += ["evaluation.prompts=0", "rollout.retries=0"]
-    with monkeypatch.context() as patch:
-        interrupt_during(patch, 1)
-        slow_steps(patch)
-        assert run(recipe(model, tmp_path, *overrides), tmp_path / "run")["stopped"]
-    states = dict(rows(tmp_path / "run", "SELECT state, COUNT(*) FROM trajectories GROUP BY 1"))
-    assert states.get("waiting", 0) > 0, "nothing was under way; the test shows nothing"
+    stop_with_trajectories_under_way(monkeypatch, recipe(model, tmp_path, *overrides), tmp_path / "run")
     summary = run(recipe(model, tmp_path, *overrides), tmp_path / "run", resume=True)
     assert summary["failed_trajectories"] == 0
     assert summary["mixed_version_trajectories"] > 0
@@ -682,14 +665,8 @@ def test_a_killed_run_loses_no_update_after_its_checkpoint(
     with monkeypatch.context() as patch:
         interrupt_during(patch, 1)
         run(made, tmp_path / "run")
-
-    class Dies(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 3:
-                raise KeyError("as if it were killed here")
-
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", resume=True, observer=Dies())
+        run(made, tmp_path / "run", resume=True, observer=Dies(at=3))
     before = finished(tmp_path / "run")
     assert [row[0] for row in before] == [0, 1, 2, 3]
     assert run(made, tmp_path / "run", resume=True)["steps"] == 5
@@ -707,14 +684,8 @@ def test_a_run_that_was_killed_goes_on_from_the_last_checkpoint_that_it_made(
     if paradigm == "drop":
         overrides += ["rollout.staleness=1", "rollout.in_flight=9", "rollout.rows=36"]
     made = recipe(model, tmp_path, *overrides, "runtime.checkpoint_seconds=0.000001")
-
-    class Dies(Silent):
-        def updated(self, line: Mapping[str, Any]) -> None:
-            if line["update"] == 4:
-                raise KeyError("as if it were killed here")
-
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
+        run(made, tmp_path / "run", observer=Dies(at=4))
     before = finished(tmp_path / "run")
     assert [row[0] for row in before] == [0, 1, 2, 3, 4]
     summary = run(made, tmp_path / "run", resume=True)

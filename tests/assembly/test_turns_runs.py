@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption_cases import Stops, assert_same_bits_after_a_kill
 from ray_cases import small_cluster
-from run_cases import assert_verifies, equal, policy, rows, run, story
+from run_cases import assert_verifies, equal, policy, rows, run, small_recipe
 
 from stretto.assembly.check import check
 from stretto.cli import main
 from stretto.errors import RecipeError
-from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio
@@ -49,57 +46,26 @@ class Letters:
 def talking(model: Path, folder: Path, *overrides: str) -> Recipe:
     """Six updates of 3 groups of 4 episodes, whose turns end at a vowel."""
     (folder / "our_environments.py").write_text(MINE)
-    path = folder / "talking.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "environment"
         path = "prompts.jsonl"
         environment = "our_environments:Letters"
         turns = 3
         [rollout]
-        prompts = 3
-        group = 4
         max_tokens = 40
         stop = ["a", "e", "i", "o", "u", "1", "2", "3", "4"]
         [algorithm]
-        turns = {{}}
+        turns = {}
         [training]
         steps = 6
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 2
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides)
 
 
 def turns_of(folder: Path) -> list[Any]:
     query = "SELECT trajectory, turns, turn_rewards FROM completions JOIN trajectories USING (trajectory) ORDER BY 1"
     return list(rows(folder, query))
-
-
-class Dies(Silent):
-    """Ends the process, as far as the run can tell, as an update ends."""
-
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 3:
-            raise KeyError("as if it were killed here")
-
-
-class Stops(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        if line["update"] == 2:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_of_several_turns_trains_on_them_and_is_evaluated(model: Path, tmp_path: Path) -> None:
@@ -116,12 +82,7 @@ def test_a_run_of_several_turns_trains_on_them_and_is_evaluated(model: Path, tmp
 
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     made = talking(model, tmp_path, 'rollout.paradigm="synchronous"', "evaluation.prompts=0")
-    with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
-    run(made, tmp_path / "run", resume=True)
-    assert_verifies(tmp_path / "run")
-    run(made, tmp_path / "whole")
-    assert story(tmp_path / "run") == story(tmp_path / "whole")
+    assert_same_bits_after_a_kill(made, tmp_path, at=3)
     assert turns_of(tmp_path / "run") == turns_of(tmp_path / "whole")
 
 
@@ -129,7 +90,7 @@ def test_a_run_that_is_stopped_goes_on_with_its_turns_and_loses_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = talking(model, tmp_path, "rollout.in_flight=9", "task.config.pause_s=0.1", "evaluation.prompts=0")
-    assert run(made, tmp_path / "run", observer=Stops())["stopped"]
+    assert run(made, tmp_path / "run", observer=Stops(at=2))["stopped"]
     assert run(made, tmp_path / "run", resume=True)["trained_trajectories"] == 72
     assert_verifies(tmp_path / "run")
     ((note,),) = rows(tmp_path / "run", "SELECT text FROM notes WHERE kind = 'resumed'")

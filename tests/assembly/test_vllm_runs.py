@@ -9,21 +9,21 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agent_cases import agents
+from interruption_cases import Dies
 from run_cases import assert_verifies, recipe, rows, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 import stretto
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_config, tiny_moe_config, tiny_tokenizer
-from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "cases" / "fake_vllm"
@@ -235,11 +235,6 @@ def test_agents_are_served_over_the_endpoint(vllm: str, model: Path, tmp_path: P
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM completions WHERE receipts IS NULL") == [(0,)]
 
 
-class Dies(Silent):
-    def updated(self, line: Mapping[str, Any]) -> None:
-        raise KeyError("as if it were killed here")
-
-
 @pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +242,7 @@ def test_a_run_that_was_killed_goes_on(
     use_fake(monkeypatch)
     made = tiny("qwen3-8b-vllm", models, EARNING, "training.steps=3")
     with pytest.raises(KeyError):
-        run(made, tmp_path / "run", observer=Dies())
+        run(made, tmp_path / "run", observer=Dies(at=0))
     assert run(made, tmp_path / "run", resume=True)["steps"] == 3
     assert "12 of the completions by receipt" in assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(*) FROM sessions") == [(2,)]

@@ -14,7 +14,8 @@ from stretto.assembly.check import check
 from stretto.assembly.retrain import retrain
 from stretto.errors import RecipeError, RunError
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.base_models import model_path_of, starting_adapter
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_cases import assert_verifies, rows, run, story
+from run_cases import assert_verifies, rows, run, small_recipe, story
 
 from stretto.assembly.check import check
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.schema import Recipe
 
 MINE = '''
 import asyncio
@@ -54,36 +54,19 @@ class Letters:
 def talking(model: Path, folder: Path, *overrides: str) -> Recipe:
     """Three updates of 3 groups of 4 episodes, whose turns end at a vowel."""
     (folder / "worker_environments.py").write_text(MINE)
-    path = folder / "talking.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "environment"
         path = "prompts.jsonl"
         environment = "worker_environments:Letters"
         turns = 4
         [rollout]
-        prompts = 3
-        group = 4
         max_tokens = 40
         stop = ["a", "e", "i", "o", "u", "1", "2", "3", "4"]
-        [training]
-        steps = 3
-        learning_rate = 1e-3
         [evaluation]
         prompts = 0
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides)
 
 
 def limits_of(folder: Path) -> dict[str | None, int]:

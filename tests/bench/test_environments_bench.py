@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-PROGRAM = Path(__file__).parent.parent.parent / "bench" / "environments.py"
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of the package
 
-
-@pytest.fixture(scope="module")
-def environments() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_environments", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their own module up
-    spec.loader.exec_module(module)
-    return module
+from bench import environments
 
 
 @pytest.mark.slow
-def test_the_quick_bench_measures_everything(
-    environments: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))  # its worker processes import it from there
+def test_the_quick_bench_measures_everything(tmp_path: Path) -> None:
     before = environments.rollout_runner.WORLD_S
     assert environments.main(["--quick", "--out", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -42,7 +28,7 @@ def test_the_quick_bench_measures_everything(
     assert before == environments.rollout_runner.WORLD_S
 
 
-def test_the_ideal_is_that_of_a_closed_form_if_all_worlds_are_alike(environments: ModuleType) -> None:
+def test_the_ideal_is_that_of_a_closed_form_if_all_worlds_are_alike() -> None:
     """One group a batch and one episode a group: Little's law, with a row for each."""
     setting = replace(
         environments.Setting(), groups=8, group_size=1, batch=1, staleness=31, updates=120, turns=3, tokens=4,
@@ -52,14 +38,14 @@ def test_the_ideal_is_that_of_a_closed_form_if_all_worlds_are_alike(environments
     assert environments.VirtualRun(setting).run() == pytest.approx(8 / episode_s, rel=0.1)
 
 
-def test_freed_rows_are_used_by_others(environments: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_rows_are_used_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = replace(environments.settings(quick=False)[1], updates=30)
     freed = environments.VirtualRun(setting).run()
     monkeypatch.setattr(environments.rollout_runner, "WORLD_S", environments.NEVER_S)
     assert freed > 5 * environments.VirtualRun(setting).run()
 
 
-def test_a_world_takes_the_same_time_whoever_asks(environments: ModuleType) -> None:
+def test_a_world_takes_the_same_time_whoever_asks() -> None:
     setting = environments.Setting()
     times = [setting.world_s(trajectory, 0) for trajectory in range(2000)]
     assert times == [setting.world_s(trajectory, 0) for trajectory in range(2000)]

@@ -24,7 +24,7 @@ from bench.gpu.lengths import TAILS, Tail
 from bench.gpu.native_side import NativeSide
 from bench.gpu.shapes import SHAPES, adapter, make_model, skeleton, write_adapter_folder, write_config_folder
 from bench.gpu.sides import Ask
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 torch.set_num_threads(1)
 

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches are no part of the package
+
+from bench import learning
 from stretto.objectives import OBJECTIVES
-from stretto.recipe.schema import load_recipe
-
-PROGRAM = Path(__file__).parent.parent.parent / "bench" / "learning.py"
-
-
-@pytest.fixture(scope="module")
-def learning() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_learning", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their own module up
-    spec.loader.exec_module(module)
-    return module
+from stretto.recipe.reading import load_recipe
 
 
 def options(**changes: Any) -> argparse.Namespace:
@@ -42,13 +30,13 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**usual, **changes})
 
 
-def test_every_objective_of_the_package_is_there(learning: ModuleType) -> None:
+def test_every_objective_of_the_package_is_there() -> None:
     types = {table["type"] for table in learning.ALGORITHMS.values()}
     assert types == set(OBJECTIVES) - {"custom", "distill"}  # which learns from no reward
     assert set(learning.NAMED) <= set(learning.ALGORITHMS)
 
 
-def test_cells_have_names_of_their_own_and_come_seed_by_seed(learning: ModuleType) -> None:
+def test_cells_have_names_of_their_own_and_come_seed_by_seed() -> None:
     cells = learning.cells_of(options())
     assert len({cell.name for cell in cells}) == len(cells) == 2 * (2 + 5)
     assert [cell.seed for cell in cells] == [0] * 7 + [1] * 7
@@ -60,7 +48,7 @@ def test_cells_have_names_of_their_own_and_come_seed_by_seed(learning: ModuleTyp
 
 @pytest.mark.parametrize("second_task", [False, True])
 @pytest.mark.parametrize("in_flight", ["default", "full"])
-def test_every_cell_is_a_recipe(learning: ModuleType, tmp_path: Path, second_task: bool, in_flight: str) -> None:
+def test_every_cell_is_a_recipe(tmp_path: Path, second_task: bool, in_flight: str) -> None:
     everything = options(
         seeds=[3], objectives=list(learning.ALGORITHMS), second_task=second_task, in_flight=in_flight, staleness=[4, 8]
     )
@@ -73,7 +61,7 @@ def test_every_cell_is_a_recipe(learning: ModuleType, tmp_path: Path, second_tas
             assert recipe.plan.in_flight == (cell.staleness + 1) * recipe.plan.batch
 
 
-def test_the_second_task_holds_its_evaluation_out(learning: ModuleType, tmp_path: Path) -> None:
+def test_the_second_task_holds_its_evaluation_out(tmp_path: Path) -> None:
     train, held_out = learning.long_chains(tmp_path, 40)
     prompts = [{json.loads(line)["prompt"] for line in path.read_text().splitlines()} for path in (train, held_out)]
     assert not prompts[0] & prompts[1]
@@ -92,7 +80,7 @@ def record(objective: str, staleness: int, seed: int, accuracy: float) -> dict[s
     return {"objective": objective, "staleness": staleness, "seed": seed, "accuracy": accuracy, "summary": summary}
 
 
-def test_differences_are_paired_by_seed_and_judged_against_noise(learning: ModuleType) -> None:
+def test_differences_are_paired_by_seed_and_judged_against_noise() -> None:
     records = [record("grpo", 0, seed, 0.5 + seed / 10) for seed in range(3)]
     records += [record("grpo", 4, seed, 0.48 + seed / 10) for seed in range(3)]  # a little worse, always
     records += [record("grpo", 8, seed, 0.40 + seed / 10) for seed in range(3)]  # clearly worse, without noise
@@ -111,7 +99,7 @@ def test_differences_are_paired_by_seed_and_judged_against_noise(learning: Modul
     assert text.count("holds") == 1
 
 
-def test_jobs_share_no_cores_and_too_many_are_an_error(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_share_no_cores_and_too_many_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning.os, "sched_getaffinity", lambda _: {3, 4, 5, 8, 9})
     assert learning.core_sets(2, 2) == [[3, 4], [5, 8]]
     assert learning.core_sets(3, 0) == [[], [], []]
@@ -119,7 +107,7 @@ def test_jobs_share_no_cores_and_too_many_are_an_error(learning: ModuleType, mon
         learning.core_sets(3, 2)
 
 
-def test_what_is_there_is_not_run_again(learning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = learning.cells_of(options())
     for cell in cells:
         learning.path_of(cell, tmp_path).write_text("{}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.recipe.schema import Recipe, load_recipe
+from run_cases import small_recipe
+
+from stretto.recipe.schema import Recipe
 
 # Two turns of one chat, a call that does not train, and a sub-agent with a context of its own.
 AGENT = """
@@ -36,13 +38,7 @@ print(said)
 def agents(model: Path, folder: Path, *overrides: str) -> Recipe:
     """Three updates of 2 groups of 4 runs of the agent, whose turns end at a vowel or a digit."""
     (folder / "agent.py").write_text(AGENT)
-    path = folder / "agents.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = """
         [task]
         type = "agent"
         path = "prompts.jsonl"
@@ -51,19 +47,7 @@ def agents(model: Path, folder: Path, *overrides: str) -> Recipe:
         turns = 4
         [rollout]
         prompts = 2
-        group = 4
         max_tokens = 80
         stop = ["a", "e", "i", "o", "u", "1", "2", "3", "4"]
-        [training]
-        steps = 3
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 2
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from run_cases import SMALL
+
 from stretto.observe.listeners import Callback, LiveRun
 
 ROWS = [{"prompt": f"{number}+{number}=", "answer": number} for number in range(24)]
@@ -15,10 +17,8 @@ def tables(model: Path, **sections: Any) -> dict[str, Any]:
     return {
         "seed": 5,
         "model": {"path": str(model), "lora": {"rank": 4}},
-        "rollout": {"prompts": 3, "group": 4, "max_tokens": 12},
-        "training": {"steps": 3, "learning_rate": 1e-3},
-        "evaluation": {"prompts": 2},
-        "runtime": {"device": "cpu", "engine_threads": 1, "trainer_threads": 1, "stall_seconds": 60.0},
+        **SMALL,
+        "rollout": {**SMALL["rollout"], "max_tokens": 12},
         **sections,
     }
 

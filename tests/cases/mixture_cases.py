@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from agent_cases import AGENT
+from run_cases import small_recipe
 
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.schema import Recipe
 
 TASKS = """
 [[task]]
@@ -87,29 +88,15 @@ def write_kinds(folder: Path) -> None:
 
 def mixture(model: Path, folder: Path, *overrides: str, reward: str = "letters", tasks: str = TASKS) -> Recipe:
     """Updates of 4 groups of 4 over three tasks: a reward function, an environment of several turns, a generator."""
-    path, max_tokens = folder / "recipe.toml", 80 if tasks == KINDS else 12
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        lora = {{ rank = 4 }}
+    tables = f"""
         {tasks.format(reward=reward)}
         [rollout]
         prompts = 4
-        group = 4
-        max_tokens = {max_tokens}
+        max_tokens = {80 if tasks == KINDS else 12}
         stop = ["1", "2", "3"]
         [training]
         steps = 6
-        learning_rate = 1e-3
         [evaluation]
         prompts = 0
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
 from stretto.assembly.train import train
 from stretto.observe.progress import Observer, Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.store.verify import exit_code, format_findings, verify
 
 REWARDS = '''
@@ -77,36 +80,35 @@ def write_task(folder: Path, num_rows: int = 24) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def recipe(model: Path, folder: Path, *overrides: str, reward: str = "letters", lora: bool = True) -> Recipe:
-    """Three updates of 3 groups of 4, on the files of `write_task` in the working directory."""
+SMALL: dict[str, dict[str, Any]] = {
+    "rollout": {"prompts": 3, "group": 4},
+    "training": {"steps": 3, "learning_rate": 1e-3},
+    "evaluation": {"prompts": 2},
+    "runtime": {"device": "cpu", "engine_threads": 1, "trainer_threads": 1, "stall_seconds": 60.0},
+}
+
+
+def small_recipe(model: Path, folder: Path, tables: str, *overrides: str, lora: bool = True) -> Recipe:
+    """Writes `recipe.toml` and reads it: three updates of 3 groups of 4, and what `tables` (TOML) adds or changes."""
+    own = tomllib.loads(tables)
+    trained = {"path": str(model), "lora": {"rank": 4}} if lora else {"path": str(model)}
+    small = {name: {**table, **own.get(name, {})} for name, table in SMALL.items()}
     path = folder / "recipe.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        [model]
-        path = "{model}"
-        {"lora = { rank = 4 }" if lora else ""}
+    path.write_text(tomli_w.dumps({"seed": 5, "model": trained, **own, **small}))
+    return load_recipe(path, overrides)
+
+
+def recipe(model: Path, folder: Path, *overrides: str, reward: str = "letters", lora: bool = True) -> Recipe:
+    """A reward function, on the files of `write_task` in the working directory."""
+    tables = f"""
         [task]
         type = "file"
         path = "prompts.jsonl"
         reward = "our_rewards:{reward}"
         [rollout]
-        prompts = 3
-        group = 4
         max_tokens = 12
-        [training]
-        steps = 3
-        learning_rate = 1e-3
-        [evaluation]
-        prompts = 2
-        [runtime]
-        device = "cpu"
-        engine_threads = 1
-        trainer_threads = 1
-        stall_seconds = 60.0
-        """
-    )
-    return load_recipe(path, overrides)
+    """
+    return small_recipe(model, folder, tables, *overrides, lora=lora)
 
 
 def run(

@@ -12,7 +12,7 @@ from stretto.observe.metrics import JsonLines
 from stretto.observe.options import ObserveOptions
 from stretto.observe.trackers import sample_rows
 from stretto.observe.trackers.catalogue import add_trackers
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 
 CLOSE_S = 60.0
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from journal_cases import FACTS, Recorder
 
 from stretto.types import Completion, HeldOutAnswer, Lineage, Prompt, TokenReport
+from stretto.view.api import Api
+from stretto.view.runs import open_runs
+from stretto.view.server import ViewServer
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 
@@ -24,6 +30,25 @@ group = 3
 steps = 4
 learning_rate = 0.001
 """
+
+
+@contextmanager
+def served_folders() -> Iterator[Callable[..., ViewServer]]:
+    """Returns a function that serves folders of runs. The servers are closed at the end."""
+    servers: list[ViewServer] = []
+
+    def start(*folders: Path) -> ViewServer:
+        server = ViewServer(Api(open_runs(list(folders))), "127.0.0.1", 0)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return server
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
 
 
 class ViewRecorder(Recorder):
@@ -177,3 +202,13 @@ def record_extended_run(folder: Path) -> float:
     run.journal.finished(stopped=False, at=run.now(), totals={"tokens": 120, "wall_s": 40.0, "trainer_busy_s": 10.0})
     run.journal.close()
     return stopped_at
+
+
+def record_second_update(recorder: ViewRecorder) -> None:
+    """Records update 1 of a run of `record_run(..., end=None, updates=1)`, which goes on."""
+    recorder.admit(3)
+    for group in (2, 3):
+        recorder.finish(group)
+    recorder.take(1)
+    recorder.done(1)
+    recorder.journal.flush()

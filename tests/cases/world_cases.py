@@ -10,7 +10,7 @@ from typing import Any
 from chat_cases import ScriptedPolicy, chat_tokenizer, spelled
 from run_cases import assert_verifies, rows, run
 
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.types import Prompt
 
 TOKENIZER = chat_tokenizer("hermes")

@@ -25,7 +25,7 @@ from stretto.assembly import export
 from stretto.cli import COMMANDS, _StandardError, main, make_parser
 from stretto.cli.arguments import log_level, verbosity
 from stretto.errors import RunError
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 from stretto.store.lock import Lock
 
 RECIPE = '[model]\npath = "tiny"\nlora = { rank = 4 }\nwarm_start = { steps = 2 }\n[task]\ntype = "countdown-chain"\n'

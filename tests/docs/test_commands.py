@@ -13,7 +13,8 @@ from doc_pages import PAGES, ROOT, all_blocks, commands, is_recipe_key, lines_of
 
 from stretto.cli import COMMANDS
 from stretto.recipe.error_messages import sections
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 SHIPPED = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

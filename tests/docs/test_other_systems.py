@@ -15,7 +15,8 @@ from stretto.environments.reward_calls import Details, RewardCall, RewardSpec
 from stretto.environments.row_sources import load_rows
 from stretto.errors import RecipeError
 from stretto.recipe.foreign_names import OURS, foreign_hint
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 
 FOLDER = ROOT / "docs" / "coming-from"
 MAPS = {"trl.md": "TRL", "verl.md": "verl", "prime-rl.md": "prime-rl", "roll.md": "ROLL"}

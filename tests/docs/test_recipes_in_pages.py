@@ -15,7 +15,7 @@ import pytest
 from doc_pages import Block, all_blocks, save
 
 from stretto.errors import RecipeError
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 TASKS: dict[str, dict[str, Any]] = {
     "file": {"path": "rows.jsonl", "reward": "rewards:score"},

@@ -11,7 +11,8 @@ from stretto.environments.reward_calls import RewardSpec
 from stretto.environments.task_options import FileOptions
 from stretto.environments.tasks import load_task
 from stretto.errors import RecipeError
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 
 ROWS = [{"prompt": f"{number}?", "answer": number} for number in range(10)]
 

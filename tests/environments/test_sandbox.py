@@ -19,7 +19,7 @@ from stretto.environments.reward_pool import RewardPool
 from stretto.environments.sandbox import PARTS, Limits, missing
 from stretto.environments.sandbox_processes import held_parts, run_in_sandbox
 from stretto.errors import RecipeError, RewardError
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.setup import inputs
 
 FOLDER = str(Path(__file__).parents[1] / "cases")

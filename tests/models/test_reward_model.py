@@ -26,7 +26,7 @@ from stretto.environments.scoring_errors import HaltError, ScoringError
 from stretto.errors import RecipeError, RewardError
 from stretto.models.reward_model import RewardModel
 from stretto.models.tiny import tiny_tokenizer
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.setup.scorers import model_scorer
 
 SIZES = {

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import RecipeError
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 
 
 def recipe(**observe: Any) -> Recipe:

@@ -8,7 +8,8 @@ import pytest
 from stretto.errors import RecipeError
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.teacher_options import TeacherOptions, teacher_index, teacher_refusals
-from stretto.recipe.schema import PARADIGM_NAMES, paradigm_overrides, parse_recipe
+from stretto.recipe.reading import paradigm_overrides, parse_recipe
+from stretto.recipe.schema import PARADIGM_NAMES
 
 STALE = {"rollout": {"staleness": 2}}
 FRESH = {"rollout": {"paradigm": "synchronous"}}

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.environments.task_shares import Share
 from stretto.errors import RecipeError
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 RECIPE = """
 [model]

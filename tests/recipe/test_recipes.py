@@ -7,7 +7,7 @@ import pytest
 from run_cases import assert_verifies, run
 
 from stretto.objectives import OBJECTIVES
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 ON_TINY = [path for path in RECIPES if load_recipe(path).model.path == "tiny"]

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from stretto.environments.task_options import FileOptions, ScoredTaskOptions
+from stretto.environments.task_options import ScoredTaskOptions
 from stretto.errors import RecipeError
 from stretto.options import shown_variable
 from stretto.recipe.error_messages import all_keys
 from stretto.recipe.foreign_names import ELSEWHERE, OURS
-from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe, paradigm_overrides, parse_recipe
+from stretto.recipe.reading import load_recipe, parse_recipe
+from stretto.recipe.schema import PARADIGM_NAMES, Recipe
 from stretto.types import MAX_SUPPORT
 
 MINIMAL: dict[str, Any] = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}
@@ -219,24 +220,6 @@ def test_a_ratio_of_other_systems_is_turned_into_staleness_and_in_flight(rollout
     parse_recipe(with_(rollout={"prompts": prompts, **{key: int(value) for key, value in made}}))
 
 
-@pytest.mark.parametrize("text", ["[task]\ntype = 'guess'\n[[task]]\n", "[[task]]\ntype = 'guess'\n  [task]\n"])
-def test_one_task_and_several_in_one_recipe_are_told_how_to_be_written(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text(f"[model]\npath = 'tiny'\n{text}")
-    with pytest.raises(
-        RecipeError, match=r"it has `\[task\]` and `\[\[task\]\]`: write `\[\[task\]\]` above each"
-    ) as caught:
-        load_recipe(path)
-    assert "give each a `label`" in str(caught.value)
-    path.write_text("[task]\ntype = 'guess'\n[task]\n")
-    with pytest.raises(RecipeError, match=r"it has `\[task\]` more than once: write `\[\[task\]\]` above each"):
-        load_recipe(path)
-    path.write_text("[task]\ntype = guess")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
-    assert "[[task]]" not in str(caught.value)
-
-
 JUDGE = {"address": "http://host/v1", "model": "m", "prompt": "{completion}", "scale": [0, 10]}
 
 
@@ -296,181 +279,16 @@ def test_what_is_written_out_whole_is_a_recipe_of_the_same_run(paradigm: str, se
     assert again.model_dump() == recipe.model_dump()
 
 
-def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
-    recipe = load_recipe(path, ["training.steps=7", "rollout.paradigm=synchronous", "model.lora={rank = 4}"])
-    assert (recipe.training.steps, recipe.rollout.paradigm) == (7, "synchronous")
-    assert recipe.model.lora is not None
-    assert recipe.model.lora.rank == 4
-
-
-EVALUATES = """
-[model]
-path = "tiny"
-[task]
-type = "countdown-chain"
-[rollout]
-staleness = 3
-in_flight = 20
-[evaluation]
-every = 20
-temperature = 0.0
-"""
-
-
 def test_a_key_that_is_set_to_its_default_is_never_without_effect() -> None:
     off = parse_recipe(with_(evaluation={"prompts": 0, "every": 0}, training={"schedule": "constant"}))
     assert off.plan.evaluate_every == 0
     parse_recipe(with_(rollout={"paradigm": "synchronous"}, algorithm={"clip_low": 0.2}))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "every", "staleness"),
-    [
-        (["evaluation.prompts=0"], 0, 3),
-        (["evaluation.every=0"], 0, 3),
-        (["evaluation.prompts=0", "evaluation.every=0"], 0, 3),
-        (["training.steps=20"], 0, 3),
-        (["training.steps=21"], 20, 3),
-        (["rollout.paradigm=synchronous"], 20, 0),
-    ],
-)
-def test_what_an_override_leaves_without_effect_gives_way_to_it(
-    tmp_path: Path, overrides: list[str], every: int, staleness: int
-) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text(EVALUATES)
-    recipe = load_recipe(path, overrides)
-    assert (recipe.plan.evaluate_every, recipe.plan.staleness) == (every, staleness)
-    assert recipe.evaluation.temperature == (None if "evaluation.prompts=0" in overrides else 0.0)
-    assert parse_recipe(tomllib.loads(recipe.dumps())).plan == recipe.plan
-
-
-def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text(EVALUATES)
-    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect with `evaluation.prompts = 0`"):
-        load_recipe(path, ["evaluation.prompts=0", "evaluation.every=5"])
-    for nested in ("observe.wandb.project=mine", 'observe.wandb={project="mine"}', 'observe={wandb={project="mine"}}'):
-        with pytest.raises(RecipeError, match=r"`observe.wandb` has no effect: `observe.sinks = \[\]` does not name"):
-            load_recipe(path, [nested])
-    path.write_text(EVALUATES + "prompts = 0\n")
-    with pytest.raises(RecipeError, match=r"`evaluation.every` has no effect"):
-        load_recipe(path, ["training.steps=7"])
-
-
-def test_held_out_rows_of_a_run_without_evaluation_are_an_error_or_give_way(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    task = '[task]\ntype = "file"\npath = "a.jsonl"\nreward = "m:f"\nevaluation_path = "b.jsonl"\n'
-    path.write_text(f'[model]\npath = "tiny"\n{task}')
-    recipe = load_recipe(path, ["evaluation.prompts=0"])
-    assert isinstance(recipe.task, FileOptions)
-    assert recipe.task.evaluation_path is None
-    path.write_text(f'[model]\npath = "tiny"\n{task}[evaluation]\nprompts = 0\n')
-    with pytest.raises(RecipeError, match=r"`task.evaluation_path` has no effect with `evaluation.prompts = 0`"):
-        load_recipe(path)
-
-
-@pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3"])
-def test_an_override_of_another_form_is_an_error(tmp_path: Path, override: str) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
-    with pytest.raises(RecipeError, match="--set"):
-        load_recipe(path, [override])
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("{rank = 4", r"`\{rank = 4` is not valid TOML: .*end of document"),
-        ("{rank = 4, rank = 5}", r"is not valid TOML: .*\(at character 20\)"),
-        ("[1, 2", "is not valid TOML"),
-        ('"quo', "is not valid TOML"),
-        ("'quo", "is not valid TOML"),
-    ],
-)
-def test_an_override_that_is_broken_toml_says_where(tmp_path: Path, value: str, words: str) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
-    with pytest.raises(RecipeError, match=rf"`--set model.lora=.*{words}"):
-        load_recipe(path, [f"model.lora={value}"])
-
-
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="does not exist"):
-        load_recipe(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("[model\n")
-    with pytest.raises(RecipeError, match="not valid TOML"):
-        load_recipe(tmp_path / "bad.toml")
-
-
 def test_a_seed_that_no_generator_takes_is_refused() -> None:
     assert parse_recipe({**MINIMAL, "seed": 2**63 - 1}).seed == 2**63 - 1
     with pytest.raises(RecipeError, match=r"`seed = 9223372036854775808` must be at most"):
         parse_recipe({**MINIMAL, "seed": 2**63})
-
-
-def test_a_recipe_that_an_editor_of_windows_wrote_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    path.write_bytes(b'\xef\xbb\xbf[model]\r\npath = "tiny"\r\n[task]\r\ntype = "countdown-chain"\r\n')
-    assert load_recipe(path).model.path == "tiny"
-
-
-@pytest.mark.parametrize("paradigm", PARADIGM_NAMES)
-def test_compare_drops_what_a_paradigm_fixes_itself(paradigm: str) -> None:
-    chosen = {"staleness": 2, "in_flight": 20, "rows": 160}
-    raw = with_(rollout=chosen, algorithm={"clip_low": 0.1}, runtime={"instances": 2, "slots": 3})
-    recipe = parse_recipe(paradigm_overrides(raw, paradigm))
-    assert recipe.rollout.paradigm == paradigm
-    assert raw["rollout"] == {"staleness": 2, "in_flight": 20, "rows": 160}, "the recipe itself is not changed"
-
-
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("staleness=3", "`staleness` is not an option; did you mean `rollout.staleness`?"),
-        ("prompts=3", "did you mean `rollout.prompts` or `evaluation.prompts`?"),
-        ("task.path=x", '`task.type = "environment"` or `task.type = "agent"`, and this recipe has `countdown-chain`'),
-        ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
-        ("training.steps=abc", '`training.steps = "abc"` must be a whole number'),
-        ("rollout.temprature=2", "did you mean `rollout.temperature`?"),
-    ],
-)
-def test_an_override_is_blamed_by_its_own_words_and_the_nearest_key_is_named_at_any_depth(
-    override: str, words: str
-) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(QUICKSTART, [override])
-    assert str(caught.value).startswith(f"`--set {override}` on `{QUICKSTART}`:\n")
-    assert words in str(caught.value)
-
-
-def test_a_recipe_that_is_wrong_by_itself_is_blamed_with_the_overrides(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\nsiez = 3\n')
-    with pytest.raises(RecipeError, match=r"^`.*r\.toml` with `--set seed=3`:\n  `task\.siez` is not an option"):
-        load_recipe(path, ["seed=3"])
-
-
-def test_an_override_without_a_value_takes_the_key_out() -> None:
-    assert load_recipe(QUICKSTART).rollout.staleness == 2
-    assert load_recipe(QUICKSTART, ["rollout.staleness="]).rollout.staleness is None
-    assert load_recipe(QUICKSTART, ["model.lora="]).model.lora is None
-    with pytest.raises(RecipeError, match=r"`--set rollout.rows=` removes `rollout.rows` from .* has no such key"):
-        load_recipe(QUICKSTART, ["rollout.rows="])
-
-
-def test_where_a_key_has_no_effect_the_error_says_how_to_take_it_out(tmp_path: Path) -> None:
-    path = tmp_path / "r.toml"
-    rollout = '[rollout]\nparadigm = "synchronous"\nstaleness = 3\n'
-    path.write_text(f'[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n{rollout}')
-    with pytest.raises(RecipeError, match=r"`rollout.staleness = 3` has no effect[\s\S]*`--set KEY=`, with nothing"):
-        load_recipe(path)
-    assert load_recipe(path, ["rollout.staleness="]).plan.staleness == 0
 
 
 def test_every_key_is_known_with_the_types_of_task_that_have_it() -> None:
@@ -504,13 +322,6 @@ def test_the_rules_of_the_data_reach_the_plan() -> None:
     assert (plan.filter_limit, plan.replay_groups, plan.replay_uses) == (160, 4, 2)
     assert parse_recipe(with_(rollout={"filter": "no-signal", "filter_limit": 7})).plan.filter_limit == 7
     assert parse_recipe(with_(rollout={"prompts": 6}, training={"replay": {"ratio": 0.25}})).plan.replay_groups == 2
-
-
-def test_compare_leaves_a_replay_out_where_nothing_can_be_used_again() -> None:
-    raw = with_(training={"replay": {"ratio": 0.5}})
-    for paradigm in PARADIGM_NAMES:
-        plan = parse_recipe(paradigm_overrides(raw, paradigm)).plan
-        assert plan.replay_groups == (0 if paradigm in ("synchronous", "one-step-off") else 8)
 
 
 WORDS_OF_PYDANTIC = ("input", "valid", "tuple", "dictionary", "instance", "integer", "NoneType", "should")
@@ -630,16 +441,6 @@ def test_an_integer_with_a_bound_of_its_own_has_no_other() -> None:
     assert parse_recipe(with_(training={"steps": 10**12})).training.steps == 10**12
 
 
-def test_an_integer_of_more_digits_than_python_converts_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text(f'seed = {"9" * 5_000}\n[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
-    with pytest.raises(RecipeError, match=r"is not valid TOML: .*5000 digits"):
-        load_recipe(path)
-    path.write_text('[model]\npath = "tiny"\n[task]\ntype = "countdown-chain"\n')
-    with pytest.raises(RecipeError, match=r"999999\.\.\.999999 \(5000 digits\)\"` must be a whole number"):
-        load_recipe(path, [f"training.steps={'9' * 5_000}"])
-
-
 @pytest.mark.parametrize(
     ("task", "words"),
     [
@@ -703,12 +504,6 @@ def test_redundancy_that_does_nothing_or_cannot_be_is_refused(
 def test_the_options_of_a_plan_are_refused_by_their_names_in_a_recipe(in_flight: int, said: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(said)):
         parse_recipe(with_(rollout={"in_flight": in_flight}))
-
-
-def test_a_comparison_runs_drop_without_redundancy() -> None:
-    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": {"redundancy": {"groups": 20}}}
-    assert not parse_recipe(paradigm_overrides(raw, "drop")).plan.redundant
-    assert parse_recipe(paradigm_overrides(raw, "synchronous")).plan.rows == 20 * 8
 
 
 def test_redundancy_is_written_to_the_configuration_and_read_again() -> None:

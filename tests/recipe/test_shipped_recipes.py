@@ -9,7 +9,7 @@ import pytest
 import stretto
 from stretto.cli import main
 from stretto.errors import RecipeError
-from stretto.recipe.schema import load_recipe
+from stretto.recipe.reading import load_recipe
 from stretto.recipe.shipped_recipes import FOLDER, found, names
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from loop_cases import Characters
 
 from stretto.environments.data import PromptStream, Row
 from stretto.environments.mixed_prompts import MixedHeldOut
@@ -37,18 +38,6 @@ from stretto.types import (
     Sampling,
     TaskScore,
 )
-
-
-class Characters:
-    """A tokenizer: one token a character."""
-
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(character) for character in text]
-
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        return {"input_ids": [self.encode(text) for text in texts]}
 
 
 class Answers:

@@ -9,7 +9,8 @@ import pytest
 from stretto.errors import RunError
 from stretto.recipe.error_messages import sections
 from stretto.recipe.key_reference import rows
-from stretto.recipe.schema import Recipe, load_recipe, parse_recipe
+from stretto.recipe.reading import load_recipe, parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.recipe_changes import FIXED, MAY_CHANGE, accepted_changes, reason_against, refuse_another_recipe
 
 RECIPE = """

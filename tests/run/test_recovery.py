@@ -24,6 +24,7 @@ from stretto.engines.fake import FakeEngine
 from stretto.environments.prompt_order import PassRates
 from stretto.errors import RewardError, RunError, TrainerError
 from stretto.run.recovery import recall_draws, snapshot
+from stretto.run.rollout import Rollout
 from stretto.store.journal import Journal
 from stretto.store.reader import JournalReader
 from stretto.store.resume_point import progress_of
@@ -56,6 +57,26 @@ def stopped(folder: Path, asked: Plan, **options: Any) -> Bench:
     bench.watcher.after_update = stop
     assert bench.run() is False
     return bench
+
+
+def second_run(
+    first: Bench, folder: Path, asked: Plan, environment: InProcess, rollouts: Mapping[int, Rollout]
+) -> Bench:
+    """Continues a stopped run to its end, from what its journal says."""
+    second = Bench(
+        folder,
+        asked,
+        engines=[FakeEngine(slots=6)],
+        trainer=first.trainer,
+        environment=environment,
+        snapshot=snapshot(folder / "journal.sqlite", asked),
+        rollouts=rollouts,
+        kept=first.loop._updates._kept,
+        weights=first.loop.weights,
+        pass_rates=first.pass_rates,
+    )
+    assert second.run()
+    return second
 
 
 def comparable(made: Snapshot, late: set[int]) -> Snapshot:
@@ -106,18 +127,7 @@ def test_a_run_goes_on_from_what_the_journal_says(tmp_path: Path, name: str) -> 
     asked = plan(updates=8, **MIXES[name])
     score = InProcess(lambda prompt, completion, attempt: float(completion.tokens[-1] % 2))
     first = stopped(tmp_path, asked, environment=score)
-    second = Bench(
-        tmp_path,
-        asked,
-        engines=[FakeEngine(slots=6)],
-        trainer=first.trainer,
-        environment=score,
-        snapshot=snapshot(tmp_path / "journal.sqlite", asked),
-        rollouts=first.loop.rollouts,
-        kept=first.loop._updates._kept,
-        weights=first.loop.weights,
-    )
-    assert second.run()
+    second_run(first, tmp_path, asked, score, first.loop.rollouts)
     assert broken(tmp_path) == []
     with JournalReader(tmp_path) as reader:
         assert reader.num_updates() == 8
@@ -229,20 +239,7 @@ def go_on(first: Bench, folder: Path, asked: Plan, environment: InProcess) -> Be
         rollouts = rollouts_again(first.loop.prompts, journal, None)
         if first.pass_rates is not None:
             recall_draws(journal.path, first.loop.prompts)
-    second = Bench(
-        folder,
-        asked,
-        engines=[FakeEngine(slots=6)],
-        trainer=first.trainer,
-        environment=environment,
-        snapshot=snapshot(folder / "journal.sqlite", asked),
-        rollouts=rollouts,
-        kept=first.loop._updates._kept,
-        weights=first.loop.weights,
-        pass_rates=first.pass_rates,
-    )
-    assert second.run()
-    return second
+    return second_run(first, folder, asked, environment, rollouts)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["scored well", "failed"])

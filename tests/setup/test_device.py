@@ -12,7 +12,8 @@ import torch
 from stretto.errors import RecipeError
 from stretto.models.checksums import checksum
 from stretto.recipe.planned_devices import PlannedDevices
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA, as_begun, choose_device, choose_dtype, on_device, planned_bytes, resolved
 from stretto.types import Weights
 

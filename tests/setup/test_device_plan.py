@@ -11,7 +11,8 @@ from stretto.errors import RecipeError
 from stretto.models.loading import load_config
 from stretto.models.shapes import shape_folder
 from stretto.recipe.planned_devices import PlannedDevices
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, packed
 from stretto.setup.device import CUDA, resolved, with_section
 from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smallest_fit

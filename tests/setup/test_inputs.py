@@ -12,7 +12,7 @@ from stretto.environments.rows import count_shared
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.setup.inputs import (
     check_objective,
     episode_pool_options,

@@ -10,7 +10,8 @@ from stretto.engines.native.cache import KVCache
 from stretto.errors import ModelError, RecipeError
 from stretto.models.loading import load_model
 from stretto.models.tiny import WarmStart, tiny_config, tiny_model
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA
 from stretto.setup.memory import footprint, kv_tokens, out_of_memory
 from stretto.setup.memory_report import describe_memory

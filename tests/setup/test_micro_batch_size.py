@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from stretto.errors import RecipeError
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.device import CONTEXT_GIB, CUDA, as_begun, device_limit, resolved
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import GIB, engine_rows, longest_trajectory

@@ -14,7 +14,8 @@ from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.environments.tasks import Task
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_tokenizer
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup import scorers
 from stretto.setup.inputs import passed_variables
 from stretto.setup.reward_model_memory import process_bytes, reward_model_footprint

@@ -14,7 +14,8 @@ from transformers import Qwen3Config
 from stretto.errors import RecipeError
 from stretto.local.components import LocalComponents
 from stretto.models.tiny import tiny_config
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import GIB
 from stretto.setup.vllm_engines import check_vllm_model, child_options

@@ -11,7 +11,7 @@ from stretto.errors import RecipeError, TrainerError
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.critic_options import CriticOptions
 from stretto.objectives.ppo import PpoOptions
-from stretto.recipe.schema import parse_recipe
+from stretto.recipe.reading import parse_recipe
 from stretto.training.critic import EXPORT_FILE, PREFIX, Critic
 from stretto.training.options import TrainingOptions
 from stretto.training.trainer import LocalTrainer

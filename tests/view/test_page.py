@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from view_cases import CONFIG, record_extended_run, record_run, record_tool_run
+from view_cases import CONFIG, record_extended_run, record_run, record_second_update, record_tool_run, served_folders
 
 from bench.view import make_journal
 from stretto.store.journal import Journal
-from stretto.view.api import Api
 from stretto.view.report import write_report
 from stretto.view.runs import open_runs
 from stretto.view.server import ViewServer
@@ -56,18 +54,8 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ViewServer]]:
-    servers: list[ViewServer] = []
-
-    def start(*folders: Path) -> ViewServer:
-        server = ViewServer(Api(open_runs(list(folders))), "127.0.0.1", 0)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return server
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with served_folders() as start:
+        yield start
 
 
 def visit(page: Any, server: ViewServer, view: str) -> None:
@@ -169,12 +157,7 @@ def test_a_run_that_goes_on_is_followed(page: Any, serve: Callable[..., ViewServ
     visit(page, serve(tmp_path), "overview")
     assert page.locator(".pill").inner_text() == "running"
     assert "waits: update 4: group 9" in page.inner_text("main")
-    recorder.admit(3)
-    for group in (2, 3):
-        recorder.finish(group)
-    recorder.take(1)
-    recorder.done(1)
-    recorder.journal.flush()
+    record_second_update(recorder)
     page.wait_for_selector("text=2 / 4")
     recorder.journal.finished(stopped=True, at=recorder.now())
     recorder.journal.close()
@@ -272,12 +255,7 @@ def test_listed_trajectories_follow_the_run(page: Any, serve: Callable[..., View
     visit(page, serve(tmp_path), "trajectories")
     cells = page.locator("tr[data-id='6'] td")
     playwright.expect(cells.nth(1)).to_have_text("-")
-    recorder.admit(3)
-    for group in (2, 3):
-        recorder.finish(group)
-    recorder.take(1)
-    recorder.done(1)
-    recorder.journal.flush()
+    record_second_update(recorder)
     playwright.expect(cells.nth(1)).to_have_text("1", timeout=WAIT_MS)
     recorder.journal.close()
 
@@ -387,12 +365,7 @@ def test_results_of_a_comparison_follow_the_runs(page: Any, serve: Callable[...,
     visit(page, serve(tmp_path / "a", tmp_path / "b"), "compare")
     row = page.locator("tr", has_text="updates").first
     playwright.expect(row.locator("td").nth(1)).to_have_text("1")
-    recorder.admit(3)
-    for group in (2, 3):
-        recorder.finish(group)
-    recorder.take(1)
-    recorder.done(1)
-    recorder.journal.flush()
+    record_second_update(recorder)
     playwright.expect(row.locator("td").nth(1)).to_have_text("2", timeout=WAIT_MS)
     recorder.journal.close()
 

@@ -6,13 +6,12 @@ import http.client
 import json
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from view_cases import record_run
+from view_cases import record_run, served_folders
 
 from stretto.errors import RunError
 from stretto.view.api import Api
@@ -24,34 +23,28 @@ Ask = Callable[..., tuple[int, dict[str, str], Any]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Ask]]:
-    servers: list[ViewServer] = []
+    with served_folders() as started:
 
-    def start(*folders: Path) -> Ask:
-        server = ViewServer(Api(open_runs(list(folders))), "127.0.0.1", 0)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        port = server.server_address[1]
+        def start(*folders: Path) -> Ask:
+            port = started(*folders).server_address[1]
 
-        def ask(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], Any]:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            connection.putrequest(method, path, skip_host=True)
-            for name, value in (
-                {"Host": f"127.0.0.1:{port}"} | {k.replace("_", "-"): v for k, v in headers.items()}
-            ).items():
-                connection.putheader(name, value)
-            connection.endheaders()
-            response = connection.getresponse()
-            content = response.read()
-            connection.close()
-            is_json = response.headers.get("Content-Type") == "application/json"
-            return response.status, dict(response.headers), json.loads(content) if is_json else content
+            def ask(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], Any]:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+                connection.putrequest(method, path, skip_host=True)
+                for name, value in (
+                    {"Host": f"127.0.0.1:{port}"} | {k.replace("_", "-"): v for k, v in headers.items()}
+                ).items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                response = connection.getresponse()
+                content = response.read()
+                connection.close()
+                is_json = response.headers.get("Content-Type") == "application/json"
+                return response.status, dict(response.headers), json.loads(content) if is_json else content
 
-        return ask
+            return ask
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 @pytest.fixture

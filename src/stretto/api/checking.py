@@ -34,7 +34,7 @@ def check(
     the recipe fits them; if it does not, the error says how many would do. The `config.json` of the model is enough.
     """
     from stretto.recipe.planned_devices import PlannedDevices
-    from stretto.recipe.schema import load_recipe
+    from stretto.recipe.reading import load_recipe
     from stretto.recipe.shipped_recipes import refuse_missing_files
 
     planned = None if devices is None else PlannedDevices.parse(devices)

@@ -125,7 +125,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The recipe as the run resolved it (`config.toml`); that of the last phase, if a resumed run changed it."""
-        from stretto.recipe.schema import load_recipe
+        from stretto.recipe.reading import load_recipe
 
         return load_recipe(self._folder / "config.toml")
 

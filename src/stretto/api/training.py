@@ -68,7 +68,7 @@ def train(
     else:
         refuse_occupied(folder)
 
-    from stretto.recipe.schema import load_recipe
+    from stretto.recipe.reading import load_recipe
     from stretto.recipe.shipped_recipes import refuse_missing_files
     from stretto.run.recipe_changes import accepted_changes, current_recipe
 

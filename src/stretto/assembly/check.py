@@ -24,7 +24,7 @@ from stretto.observe.trackers.catalogue import check_trackers
 from stretto.recipe.checks import without_effect
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
-from stretto.recipe.task_tables import remove_key
+from stretto.recipe.task_tables import remove_key, without_none
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
@@ -274,7 +274,7 @@ def effective(recipe: Recipe) -> str:
     }
     for path in without_effect(recipe):
         remove_key(values, path)
-    text = tomli_w.dumps(_without_none({name: value for name, value in values.items() if value != {}}))
+    text = tomli_w.dumps(without_none({name: value for name, value in values.items() if value != {}}))
     return text.replace("targets = []\n", f"targets = []  # {ALL_TARGETS}\n")
 
 
@@ -289,11 +289,3 @@ def _fill_in_algorithm(recipe: Recipe, table: dict[str, Any]) -> None:
     critic = getattr(algorithm, "critic", None)
     if isinstance(critic, CriticOptions) and critic.shared:
         table["critic"]["coefficient"] = critic.loss_factor
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value

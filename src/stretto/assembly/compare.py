@@ -22,7 +22,8 @@ from rich.table import Table
 from stretto.core.paradigms import PARADIGMS
 from stretto.errors import RecipeError, RunError, StrettoError
 from stretto.observe.console import make_console
-from stretto.recipe.schema import PARADIGM_NAMES, Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import PARADIGM_NAMES, Recipe
 from stretto.run.command_hint import command
 from stretto.run.folder_checks import refuse_lost, refuse_unwritable, standing
 from stretto.run.interrupts import handled

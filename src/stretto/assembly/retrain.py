@@ -26,7 +26,8 @@ from stretto.errors import RunError
 from stretto.local.trainer import ThreadedTrainer
 from stretto.models.loading import load_model
 from stretto.observe.progress import Silent
-from stretto.recipe.schema import Recipe, load_recipe
+from stretto.recipe.reading import load_recipe
+from stretto.recipe.schema import Recipe
 from stretto.run.folder_checks import OUT, refuse_unwritable
 from stretto.run.phases import Phases
 from stretto.run.protocols import TrainerBackend

@@ -49,8 +49,8 @@ from stretto.environments.episode_worker import CLOSE_S, FIRST_MARK, MARK
 from stretto.environments.function_specs import last_line
 from stretto.environments.protocol import Outcome, Policy
 from stretto.environments.replayed_policy import ReplayedPolicy
-from stretto.environments.reward_pipes import BrokenFrameError, max_frame_bytes, read_greeting, request_frame
-from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
+from stretto.environments.reward_pipes import BrokenFrameError, read_greeting, request_frame
+from stretto.environments.worker_process import START_S, GreetingError, WorkerOptions, WorkerProcess, how_it_ended
 from stretto.errors import LateRewardError, RecipeError, RewardError, StrettoError
 from stretto.types import Prompt
 
@@ -354,25 +354,13 @@ class EpisodePool:
 
     async def _spawn(self) -> _Worker:
         process = await WorkerProcess.spawn(MODULE, FIRST_MARK, self._worker_options)
-        said = f"`task.environment = {self._name!r}` cannot be used"
-        wants_close, error = False, None
+        message = (self._options.spec, self._options.tokenizer, self._beat_s)
         try:
-            process.write(request_frame((self._options.spec, self._options.tokenizer, self._beat_s)))
-            async with asyncio.timeout(START_S):
-                error, wants_close = read_greeting(await process.read(lambda: max_frame_bytes(0)))
-        except TimeoutError:
-            error = f"{said}: it could not be imported within {START_S:g} s"
-        except BrokenFrameError as broken:
-            error = f"{said}: its module wrote something to the worker's pipe while it was imported: {broken}"
-        except asyncio.IncompleteReadError:
-            error = f"{said}: it {how_it_ended(await process.ended())} while it was imported"
-        except BaseException:
-            process.kill()
-            await process.ended()
-            raise
+            error, wants_close = await process.greeted(message, read_greeting, START_S)
+        except GreetingError as failed:
+            raise RecipeError(f"`task.environment = {self._name!r}` cannot be used: {failed}") from None
         if error is not None:
-            process.kill()
-            await process.ended()
+            await process.end()
             raise RecipeError(error)
         return _Worker(process, wants_close)
 

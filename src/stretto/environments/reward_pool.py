@@ -60,7 +60,7 @@ from stretto.environments.reward_scoring import IN_BATCH
 from stretto.environments.reward_worker import MARK, NOTE, NOTHING, read_note
 from stretto.environments.sandbox import Limits
 from stretto.environments.scoring_errors import halt_reason
-from stretto.environments.worker_process import START_S, WorkerOptions, WorkerProcess, how_it_ended
+from stretto.environments.worker_process import START_S, GreetingError, WorkerOptions, WorkerProcess, how_it_ended
 from stretto.errors import LateRewardError, RecipeError, RewardError, ScoringHaltedError, StrettoError
 
 log = logging.getLogger(__name__)
@@ -358,35 +358,27 @@ class RewardPool:
             self._handle_exit(slot, worker, code)
 
     async def _spawn(self) -> _Worker:
+        specs = [spec.without_secrets() for spec in self._specs]
         marks = MARK.pack(time.monotonic(), NOTHING) + bytes(NOTE.size)
         process = await WorkerProcess.spawn("stretto.environments.reward_worker", marks, self._options)
-        greeting, error = Greeting(), None
+        message = (specs, self._columns, self._deadline_s)
         try:
-            specs = [spec.without_secrets() for spec in self._specs]
-            process.write(request_frame((specs, self._columns, self._deadline_s)))
-            async with asyncio.timeout(self._start_s):
-                greeting = read_reward_greeting(await process.read(lambda: max_frame_bytes(0)))
-            error = greeting.error
-        except TimeoutError:
-            error = f"it could not be imported within {self._start_s:g} s"
-        except BrokenFrameError as broken:
-            error = f"its module wrote something to the worker's pipe while it was imported: {broken}"
-        except asyncio.IncompleteReadError:
-            error = f"it {how_it_ended(await process.ended())} while it was imported"
-        except BaseException:
-            process.kill()
-            await process.ended()
-            raise
-        if error is not None:
-            process.kill()
-            await process.ended()
-            only = self._specs[0]
-            named = "task.rewards" if only.name else f"task.reward = {only.target!r}"
-            if self._built is not None:
-                named = self._built.option
-            raise RecipeError(f"`{named}` cannot be used: {error}")
+            greeting = await process.greeted(message, read_reward_greeting, self._start_s)
+        except GreetingError as failed:
+            raise self._unusable(str(failed)) from None
+        if greeting.error is not None:
+            await process.end()
+            raise self._unusable(greeting.error)
         self._greeting = greeting
         return _Worker(process, greeting.asynchronous)
+
+    def _unusable(self, why: str) -> RecipeError:
+        """Returns the error of rewards whose worker could not be started."""
+        only = self._specs[0]
+        named = "task.rewards" if only.name else f"task.reward = {only.target!r}"
+        if self._built is not None:
+            named = self._built.option
+        return RecipeError(f"`{named}` cannot be used: {why}")
 
     async def _deliver(self, worker: _Worker) -> None:
         """Delivers results until the worker's output ends. Raises `BrokenFrameError` for anything but results."""

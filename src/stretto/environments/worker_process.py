@@ -22,15 +22,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from stretto.environments.reward_environment import worker_environment
-from stretto.environments.reward_pipes import LENGTH, BrokenFrameError
+from stretto.environments.reward_pipes import LENGTH, BrokenFrameError, max_frame_bytes, request_frame
 from stretto.environments.sandbox import Limits
 
 START_S = 120.0  # for importing the user's module
 EXIT_S = 10.0  # for a killed worker to exit
 LAST_OUTPUT_S = 1.0  # for reading the last lines that it printed
 MAX_LINE = 2_000  # characters of one printed line
+
+Read = TypeVar("Read")
+
+
+class GreetingError(Exception):
+    """A worker that did not answer its first message; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,36 @@ class WorkerProcess:
             raise BrokenFrameError(f"a frame of {size} bytes, more than the limit of {limit}")
         return await self._process.stdout.readexactly(size)
 
+    async def greeted(self, message: Any, read: Callable[[bytes], Read], within_s: float) -> Read:
+        """Sends the first message and returns what `read` makes of its answer, which comes after the user's imports.
+
+        Raises `GreetingError`, which says why there is no answer. The process has then ended, as after any other error.
+        """
+        try:
+            self.write(request_frame(message))
+            async with asyncio.timeout(within_s):
+                return read(await self.read(lambda: max_frame_bytes(0)))
+        except TimeoutError:
+            why = f"it could not be imported within {within_s:g} s"
+        except BrokenFrameError as broken:
+            why = f"its module wrote something to the worker's pipe while it was imported: {broken}"
+        except asyncio.IncompleteReadError:
+            why = f"it {how_it_ended(await self.ended())} while it was imported"
+        except BaseException:
+            await self.end()
+            raise
+        await self.end()
+        raise GreetingError(why)
+
     def kill(self) -> None:
         """Kills the process and those that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> int:
+        """Kills the process and waits for its end, as `ended` does."""
+        self.kill()
+        return await self.ended()
 
     async def ended(self) -> int:
         """Waits for the process to exit and for the last lines that it printed; returns the exit code.

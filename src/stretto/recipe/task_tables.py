@@ -32,6 +32,15 @@ def remove_key(values: Any, path: Sequence[str]) -> None:
         table.pop(path[-1], None)
 
 
+def without_none(value: Any) -> Any:
+    """Returns nested tables without the keys that are None, which TOML cannot write."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_none(item) for item in value]
+    return value
+
+
 def task_named(tasks: Sequence[Any], parts: Sequence[str], written: str) -> Any:
     """Returns the table of the task that an override names. Raises `RecipeError` if it names none."""
     labels = [str(each.get("label")) for each in tasks if isinstance(each, Mapping) and each.get("label") is not None]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import JournalError, RecipeError
-from stretto.recipe.schema import Recipe, parse_recipe
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
 from stretto.store.reader import JournalReader
 from stretto.store.schema import RESTORE
 from stretto.training.learning_rates import LearningRates

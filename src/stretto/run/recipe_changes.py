@@ -263,7 +263,7 @@ def current_recipe(folder: Path) -> Recipe:
 
     Raises `RunError` if the two files are of different runs, or `config.toml` cannot be read.
     """
-    from stretto.recipe.schema import parse_recipe
+    from stretto.recipe.reading import parse_recipe
 
     path = folder / "config.toml"
     try:
@@ -440,7 +440,7 @@ def _causes_and_lines(
 
 def _causes(recipe: Recipe, before: Mapping[str, Any], changed: Sequence[str]) -> list[str]:
     """Returns the keys that differ by themselves, without those that follow from others, such as a default."""
-    from stretto.recipe.schema import ineffective_in, parse_recipe
+    from stretto.recipe.reading import ineffective_in, parse_recipe
 
     written = tomllib.loads(recipe.source_toml())
     by_hand = _flat(written)

@@ -7,13 +7,8 @@ import sqlite3
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from stretto.store.blobs import CompletionBlobs, blob, parts_text
+from stretto.store.blobs import CompletionBlobs, blob, parts_text, storable
 from stretto.types import HeldOutAnswer
-
-
-def storable(text: str) -> str:
-    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def write_answers(db: sqlite3.Connection, evaluation: int, answers: Sequence[HeldOutAnswer]) -> None:

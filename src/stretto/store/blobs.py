@@ -1,9 +1,9 @@
-"""Arrays as the journal stores them: little-endian bytes (`schema.py` says of which type)."""
+"""Values as the journal stores them: texts, JSON, arrays as little-endian bytes (`schema.py` says of which type)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,16 @@ from numpy.typing import NDArray
 
 from stretto.store.routing_files import stamp
 from stretto.types import Completion, RewardPart
+
+
+def storable(text: str) -> str:
+    """Returns `text` with lone surrogates replaced, which SQLite cannot store as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def json_or_null(values: Mapping[str, Any] | None) -> str | None:
+    """Returns the JSON of a mapping, or None for a NULL."""
+    return None if values is None else json.dumps(dict(values))
 
 
 def blob(values: Sequence[float] | NDArray[Any], kind: str) -> bytes:

@@ -1,9 +1,14 @@
 """The journal: a durable record of every state change of every trajectory. `schema.py` documents its tables.
 
-Each change is declared once, as a function in `journal_writes.py`. The method of the same name appends a call of it to
-a list, and the writer's thread (`writer.py`) makes the call. Two changes must be on disk before the run continues, and
-the loop awaits `durable()` for both: the members of a batch before it trains, and the checksum of a version before its
-first token. In `await room()` the loop waits for a slow disk, with a deadline.
+Each change is declared once, as a function in `run_writes.py`, `trajectory_writes.py`, `update_writes.py` or
+`settle_writes.py`. `Journal` has a method of the same name and parameters (without `db`), which appends a call of it to
+a list. The writer's thread (`writer.py`) makes the call later, in the transaction of the changes around it. `at` is the
+time of the change, in seconds since 1970. A change that contradicts the journal (a second end, a completion of a
+trajectory that was never admitted) is an error.
+
+Two changes must be on disk before the run continues, and the loop awaits `durable()` for both: the members of a batch
+before it trains, and the checksum of a version before its first token. In `await room()` the loop waits for a slow
+disk, with a deadline.
 
 The file itself enforces exactly-once: (trajectory, lineage, use) is unique among the members of batches, an end is
 final, and a completion is written once. The state of a killed run is rebuilt from its journal (`run/recovery.py`).
@@ -18,7 +23,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 from stretto.errors import JournalError, RunError
-from stretto.store import journal_writes
+from stretto.store import run_writes, settle_writes, trajectory_writes, update_writes
 from stretto.store.lock import Lock
 from stretto.store.reader import JournalReader as JournalReader
 from stretto.store.schema import (
@@ -134,13 +139,13 @@ class Journal:
         With a `recipe` (TOML), a new phase of the run begins with the next update.
         """
         self.refuse_another_run(facts)
-        self._writer.record(journal_writes.begin, facts, at, recipe)
+        self._writer.record(run_writes.begin, facts, at, recipe)
         self._has_session = True
 
     def ended_by(self, error: str, at: float) -> None:
         """Ends the session of this process by an error, unless it has ended or never began."""
         if self._has_session:  # otherwise the last session is that of another process
-            self._writer.record(journal_writes.ended_by, error, at)
+            self._writer.record(run_writes.ended_by, error, at)
 
     def refuse_another_run(self, facts: RunFacts) -> None:
         """Raises `RunError` if a resumed run has another paradigm, batch, group, redundancy, seed or data."""
@@ -162,45 +167,45 @@ class Journal:
         """Gives a trajectory its reward, a finite number, and the rewards of its turns or its parts if it has them."""
         if not math.isfinite(reward):
             raise JournalError(f"trajectory {trajectory} cannot be scored with {reward}: a reward is a finite number")
-        self._writer.record(journal_writes.scored, trajectory, reward, at, turns, parts)
+        self._writer.record(trajectory_writes.scored, trajectory, reward, at, turns, parts)
 
     # One line for each other change. Its parameters and its documentation are those of the function.
-    based_on = _recorded(journal_writes.based_on)
-    scored_by = _recorded(journal_writes.scored_by)
-    read_from = _recorded(journal_writes.read_from)
-    finished = _recorded(journal_writes.finished)
-    settle = _recorded(journal_writes.settle)
+    based_on = _recorded(run_writes.based_on)
+    scored_by = _recorded(run_writes.scored_by)
+    read_from = _recorded(run_writes.read_from)
+    finished = _recorded(run_writes.finished)
+    settle = _recorded(settle_writes.settle)
 
-    version_published = _recorded(journal_writes.version_published)
-    version_made_again = _recorded(journal_writes.version_made_again)
-    version_loaded = _recorded(journal_writes.version_loaded)
-    receipt_given = _recorded(journal_writes.receipt_given)
+    version_published = _recorded(run_writes.version_published)
+    version_made_again = _recorded(run_writes.version_made_again)
+    version_loaded = _recorded(run_writes.version_loaded)
+    receipt_given = _recorded(run_writes.receipt_given)
 
-    group_admitted = _recorded(journal_writes.group_admitted)
-    group_lost = _recorded(journal_writes.group_lost)
-    group_spared = _recorded(journal_writes.group_spared)
+    group_admitted = _recorded(trajectory_writes.group_admitted)
+    group_lost = _recorded(trajectory_writes.group_lost)
+    group_spared = _recorded(trajectory_writes.group_spared)
 
-    state_changed = _recorded(journal_writes.state_changed)
-    attempt_failed = _recorded(journal_writes.attempt_failed)
-    generated = _recorded(journal_writes.generated)
-    episode_limited = _recorded(journal_writes.episode_limited)
-    score_again = _recorded(journal_writes.score_again)
-    failed = _recorded(journal_writes.failed)
-    filtered = _recorded(journal_writes.filtered)
-    dropped = _recorded(journal_writes.dropped)
-    trajectory_moved = _recorded(journal_writes.trajectory_moved)
+    state_changed = _recorded(trajectory_writes.state_changed)
+    attempt_failed = _recorded(trajectory_writes.attempt_failed)
+    generated = _recorded(trajectory_writes.generated)
+    episode_limited = _recorded(trajectory_writes.episode_limited)
+    score_again = _recorded(trajectory_writes.score_again)
+    failed = _recorded(trajectory_writes.failed)
+    filtered = _recorded(trajectory_writes.filtered)
+    dropped = _recorded(trajectory_writes.dropped)
+    trajectory_moved = _recorded(trajectory_writes.trajectory_moved)
 
-    batch_taken = _recorded(journal_writes.batch_taken)
-    update_done = _recorded(journal_writes.update_done)
-    routing_forgotten = _recorded(journal_writes.routing_forgotten)
-    token_values = _recorded(journal_writes.token_values)
-    evaluation = _recorded(journal_writes.evaluation)
+    batch_taken = _recorded(update_writes.batch_taken)
+    update_done = _recorded(update_writes.update_done)
+    routing_forgotten = _recorded(update_writes.routing_forgotten)
+    token_values = _recorded(update_writes.token_values)
+    evaluation = _recorded(update_writes.evaluation)
 
-    instance_joined = _recorded(journal_writes.instance_joined)
-    instance_left = _recorded(journal_writes.instance_left)
+    instance_joined = _recorded(run_writes.instance_joined)
+    instance_left = _recorded(run_writes.instance_left)
 
-    note = _recorded(journal_writes.note)
-    status = _recorded(journal_writes.status)
+    note = _recorded(run_writes.note)
+    status = _recorded(run_writes.status)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

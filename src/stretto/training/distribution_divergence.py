@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from stretto.models.float32_products import wide_logits, wide_type
+from stretto.training.directions import DirectedFunction
 from stretto.training.logit_kernels import LogitScale
 
 # Logits of one model in memory at once; there are two such blocks.
@@ -159,7 +160,7 @@ def _reduce(
     return divergences, agreement, result if bend is None else result.mul_(bend)
 
 
-class _DirectedDivergence(torch.autograd.Function):
+class _DirectedDivergence(DirectedFunction):
     """For a frozen head: the forward pass stores one vector a token, the backward pass scales it."""
 
     @staticmethod
@@ -186,18 +187,9 @@ class _DirectedDivergence(torch.autograd.Function):
             )
             if delta is not None:
                 torch.mm(delta.to(weight.dtype), weight, out=directions[chunk])
-        ctx.save_for_backward(directions, predicts)
-        ctx.num_tokens = hidden.shape[0]
+        DirectedFunction.keep_directions(ctx, directions, predicts, hidden.shape[0])
         ctx.mark_non_differentiable(agreement)
         return divergences, agreement
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        directions, predicts = ctx.saved_tensors
-        grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
-        scaled = (directions * grads[0][:, None]).to(directions.dtype)
-        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 7))
 
 
 class _RecomputedDivergence(torch.autograd.Function):

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from stretto.models.float32_products import wide_logits, wide_type
+from stretto.training.directions import DirectedFunction
 from stretto.training.logit_kernels import LogitScale, deltas_from, deltas_with_entropy, reduce_logits
 from stretto.training.logit_supports import PackedSupports, deltas_of_supports, reduce_supports
 
@@ -79,7 +80,7 @@ def token_logprobs(
     return logprobs, entropies if entropy or entropy_gradient else torch.zeros_like(entropies)
 
 
-class _DirectedLogprobs(torch.autograd.Function):
+class _DirectedLogprobs(DirectedFunction):
     """For a frozen head: the forward pass stores each token's direction, the backward pass scales it."""
 
     @staticmethod
@@ -119,18 +120,9 @@ class _DirectedLogprobs(torch.autograd.Function):
             logprobs[chunk], _, entropies[chunk] = reduced
             if delta is not None:
                 torch.mm(delta, weight, out=directions[chunk])
-        ctx.save_for_backward(directions, predicts)
-        ctx.num_tokens = hidden.shape[0]
+        DirectedFunction.keep_directions(ctx, directions, predicts, hidden.shape[0])
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        directions, predicts = ctx.saved_tensors
-        grad_hidden = directions.new_zeros((ctx.num_tokens, directions.shape[1]))
-        scaled = (directions * grads[0][:, None]).to(directions.dtype)
-        return (grad_hidden.index_copy_(0, predicts, scaled), *([None] * 9))
 
 
 def _deltas_like(logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stretto.errors import ModelError, RecipeError, TrainerError
@@ -72,6 +71,7 @@ from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sharding import Sharding, wants_sharding
 from stretto.training.teachers import Teachers, teacher_metrics
 from stretto.training.token_reports import token_reports
+from stretto.training.trainer_files import base_entry, read_state, write_state
 from stretto.training.update_metrics import (
     TokenCollector,
     TokenValues,
@@ -86,8 +86,6 @@ from stretto.training.version_scoring import VersionScorer
 from stretto.types import Batch, TokenReport, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
-
-STATE_FILE = "trainer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,14 +575,6 @@ class LocalTrainer:
         """Computed once, because the base never changes."""
         return self.policy.base_checksum()
 
-    @property
-    def _base(self) -> dict[str, torch.Tensor]:
-        """An entry of a checkpoint of adapters: the checksum of their base, named by its type."""
-        if (found := self.base_checksum()) is None:
-            return {}
-        dtype = str(self.weights_dtype).removeprefix("torch.")
-        return {f"base/{dtype}": torch.tensor(list(bytes.fromhex(found)), dtype=torch.uint8)}
-
     def save(self, folder: Path) -> None:
         write = self.capture()
         with self.ranks.together():
@@ -593,29 +583,13 @@ class LocalTrainer:
 
     def capture(self) -> Callable[[Path], None]:
         state = self.state("cpu") if self.sharding is None else self.sharding.gathered(self.state())
-        state = {**state, **self._base}
+        state = {**state, **base_entry(self.base_checksum(), self.weights_dtype)}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()} if self.ranks.rank == 0 else {}
-
-        def write(folder: Path) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / STATE_FILE)
-
-        return write
+        return lambda folder: write_state(folder, tensors)
 
     def load(self, folder: Path) -> None:
-        if not (folder / STATE_FILE).exists():
-            raise TrainerError(f"`{folder}` is no checkpoint of a trainer: it has no `{STATE_FILE}`")
-        if self.sharding is not None:
-            self.restore(self.sharding.scattered(load_file(folder / STATE_FILE)))
-            return
-        state = load_file(folder / STATE_FILE)
-        for name, own in self._base.items():
-            if name in state and state[name].tolist() != own.tolist():
-                raise TrainerError(
-                    f"the checkpoint in `{folder}` has adapters of another base: give the original `model.path`, or "
-                    "start a new run"
-                )
-        self.restore(state)
+        state = read_state(folder, base_entry(self.base_checksum(), self.weights_dtype))
+        self.restore(state if self.sharding is None else self.sharding.scattered(state))
 
     def export(self, folder: Path) -> None:
         writers = [] if self.critic is None else [self.critic.export]
