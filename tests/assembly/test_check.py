@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from stretto.assembly.check import effective
+from stretto.assembly.check import check, effective
+from stretto.errors import RecipeError
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import load_recipe
 
 MODEL = {"path": "tiny", "lora": {"rank": 4}}
@@ -47,3 +49,19 @@ def test_check_prints_what_follows_from_other_values(tables: dict[str, Any], key
     again = load_recipe(printed)
     assert again.plan == recipe.plan
     assert tomllib.loads(effective(again)) == printed, "what it prints is a recipe that prints the same"
+
+
+def test_layers_with_experts_are_not_compiled_and_check_says_so() -> None:
+    recipe = load_recipe({"model": MODEL | {"path": "tiny-moe"}, "task": TASK, "training": {"compile": True}})
+    with pytest.raises(
+        RecipeError, match=r"`training\.compile = true` is for dense models, and `model.path = 'tiny-moe'`"
+    ):
+        check(recipe)
+
+
+def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails() -> None:
+    recipe = load_recipe({"model": {"path": "Qwen/Qwen3-8B", "lora": {"rank": 4}}, "task": TASK})
+    with pytest.raises(
+        RecipeError, match=r"tokenizer is not here, so a prompt counts as long as a completion, 256 tok"
+    ):
+        check(recipe, planned=PlannedDevices(1, 8.0))

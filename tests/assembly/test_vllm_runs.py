@@ -187,7 +187,7 @@ def test_a_check_names_a_release_that_is_refused(
 
 def test_a_check_says_which_vllm_is_there(vllm: str, models: dict[str, Path]) -> None:
     """And reads the prompts and the reward of the recipe."""
-    assert "vLLM 0.32.0 is installed here, a release that was tried" in str(
+    assert "vLLM 0.32.0 is installed here, a release that is accepted" in str(
         stretto.check(tiny("qwen3-8b-vllm", models))
     )
 

@@ -187,7 +187,7 @@ def test_routing_has_no_meaning_for_a_dense_model() -> None:
 
 
 def test_a_mixture_is_not_compiled() -> None:
-    with pytest.raises(ModelError, match="`compile = true` is for plain decoders"):
+    with pytest.raises(ModelError, match=r"`training\.compile = true` is for plain decoders"):
         LocalTrainer(random_mixture(), options=TrainingOptions(compile=True))
 
 

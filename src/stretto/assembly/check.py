@@ -14,7 +14,7 @@ from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.errors import ModelError, RecipeError, first_line
 from stretto.models.loading import load_config, load_tokenizer, missing_weights
-from stretto.models.routing import replayed_shape
+from stretto.models.routing import is_mixture, replayed_shape
 from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
@@ -73,11 +73,12 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     shape = _model_shape(recipe, planned)
     config = shape.config
     check_vllm_model(recipe, config)
+    _check_compile(recipe, config)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
-    memory = describe_memory(recipe, longest, config=config, planned=planned)
+    memory = _memory(recipe, longest, config, planned)
     notes = (
         *shape.notes,
         *of_engine,
@@ -126,7 +127,9 @@ def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
         if folder is None:
             raise
         config, shipped = load_config(str(folder)), True
-        notes.append(f"the configuration of `{path}` is the one that comes with the package: {first_line(error)}")
+        notes.append(
+            f"the configuration of `{path}` is the one that comes with the package, because {first_line(error)}"
+        )
     if (missing := missing_weights(path)) is not None:
         notes.append(missing)
     tokenizer = None
@@ -141,6 +144,37 @@ def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
             f"long as a completion, {recipe.rollout.max_tokens:,} tokens{why}"
         )
     return _Shape(config, tokenizer, tuple(notes))
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raises `RecipeError` if the engine of a recipe is missing here, or cannot serve its model. Loads no weights."""
+    if recipe.engine.type != "vllm":
+        return
+    describe_release(recipe, elsewhere=False)
+    path = recipe.model.path
+    check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
+
+
+def _check_compile(recipe: Recipe, config: Any) -> None:
+    """Raises `RecipeError` if the trainer is to compile layers with experts, which it cannot."""
+    if recipe.training.compile and is_mixture(config):
+        raise RecipeError(
+            f"`training.compile = true` is for dense models, and `model.path = {recipe.model.path!r}` is a mixture of "
+            "experts: leave it out"
+        )
+
+
+def _memory(recipe: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
+    """Returns the memory plan as text. An error says if the length of prompts was only assumed."""
+    try:
+        return describe_memory(recipe, longest, config=config, planned=planned)
+    except RecipeError as error:
+        if longest is not None:
+            raise
+        raise RecipeError(
+            f"{error}. The tokenizer is not here, so a prompt counts as long as a completion, "
+            f"{recipe.rollout.max_tokens:,} tokens"
+        ) from error
 
 
 def _check_inputs(
@@ -188,7 +222,9 @@ def describe_release(recipe: Recipe, *, elsewhere: bool) -> list[str]:
         return []
     found = installed_release()
     try:
-        return [f"vLLM {check_release(found, masks=records_masks(recipe))} is installed here, a release that was tried"]
+        return [
+            f"vLLM {check_release(found, masks=records_masks(recipe))} is installed here, a release that is accepted"
+        ]
     except RecipeError as error:
         if recipe.runtime.type == "local" and not elsewhere:
             raise
