@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.assembly.check import check, effective
 from stretto.errors import RecipeError
+from stretto.models.loading import load_config
+from stretto.models.shapes import shape_folder
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import load_recipe
 
@@ -59,8 +62,9 @@ def test_layers_with_experts_are_not_compiled_and_check_says_so() -> None:
         check(recipe)
 
 
-def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails() -> None:
-    recipe = load_recipe({"model": {"path": "Qwen/Qwen3-8B", "lora": {"rank": 4}}, "task": TASK})
+def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails(tmp_path: Path) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
+    recipe = load_recipe({"model": {"path": str(tmp_path), "lora": {"rank": 4}}, "task": TASK})
     with pytest.raises(
         RecipeError, match=r"tokenizer is not here, so a prompt counts as long as a completion, 256 tok"
     ):
