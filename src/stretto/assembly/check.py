@@ -9,12 +9,13 @@ from typing import Any
 import tomli_w
 import torch
 
+from stretto.engines.native.expert_slots import MAX_GROUPS
 from stretto.engines.vllm.releases import check_release, installed_release
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.errors import ModelError, RecipeError, first_line
 from stretto.models.loading import load_config, load_tokenizer, missing_weights
-from stretto.models.routing import is_mixture, replayed_shape
+from stretto.models.routing import is_mixture, replayed_shape, shape_of_config
 from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
@@ -34,7 +35,7 @@ from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tok
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
-from stretto.setup.vllm_engines import check_vllm_model, records_masks
+from stretto.setup.vllm_engines import check_vllm_model, expert_targets, records_masks
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 from stretto.training.loss_averaging import with_divisor
 
@@ -74,6 +75,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     config = shape.config
     check_vllm_model(recipe, config)
     _check_compile(recipe, config)
+    _check_expert_slots(recipe, config, device)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
@@ -161,6 +163,20 @@ def _check_compile(recipe: Recipe, config: Any) -> None:
         raise RecipeError(
             f"`training.compile = true` is for dense models, and `model.path = {recipe.model.path!r}` is a mixture of "
             "experts: leave it out"
+        )
+
+
+def _check_expert_slots(recipe: Recipe, config: Any, device: torch.device) -> None:
+    """Raises `RecipeError` if an engine on CUDA has too many versions of adapters on experts."""
+    shape = shape_of_config(config)
+    if shape is None or device.type != "cuda" or not expert_targets(recipe, config):
+        return
+    if shape.experts * recipe.num_slots >= MAX_GROUPS:
+        most = (MAX_GROUPS - 1) // shape.experts
+        raise RecipeError(
+            f"`model.lora.targets` names weights of {shape.experts} experts, of which an instance on CUDA holds at "
+            f"most {most} versions, and it has {recipe.num_slots} version slots; lower `rollout.staleness` (now "
+            f"{recipe.plan.staleness}) or `runtime.slots`, or adapt attention alone"
         )
 
 
