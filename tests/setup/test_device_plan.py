@@ -136,6 +136,17 @@ def test_the_least_size_is_named_if_no_number_of_devices_would_do(eight_billions
     assert smallest_fit(made, eight_billions, PROMPT, PlannedDevices(8, least.gib - 1)) is None
 
 
+def test_weights_that_do_not_fit_are_told_and_no_option_that_does_not_help(eight_billions: Qwen3Config) -> None:
+    made = recipe(engine={"type": "vllm"})
+    with pytest.raises(RecipeError) as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, PlannedDevices(8, 10.0))
+    instance, _, rank = str(refused.value).partition("a rank of the trainer")
+    alone = "The weights alone take 15.26 GiB: use a larger device or a smaller model"
+    assert f"{alone}, or raise `engine.tensor_parallel`; " in instance
+    assert f"{alone}. No number" in rank
+    assert "Lower" not in str(refused.value)
+
+
 def test_fewer_version_slots_are_named_where_an_instance_has_too_many(eight_billions: Qwen3Config) -> None:
     runtime = {"type": "ray", "instances": 3, "trainers": 4}
     made = recipe(False, runtime=runtime)

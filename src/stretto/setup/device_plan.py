@@ -17,7 +17,7 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import DOES_NOT_FIT, Footprint, footprint, free_for_instance, rank_footprint
+from stretto.setup.memory import DOES_NOT_FIT, Footprint, footprint, free_for_instance, rank_footprint, weights_alone
 from stretto.setup.memory_sizes import gib, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
 
@@ -87,11 +87,12 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
         if longest_trajectory(recipe, longest_prompt) >= recipe.training.micro_batch_tokens:
             lower = f"`rollout.max_tokens` (now {recipe.rollout.max_tokens})"  # a micro-batch has one trajectory
         checkpointing = "" if recipe.training.checkpointing else ", or set `training.checkpointing = true`"
-        adapters = "" if recipe.model.lora is not None else ", or train adapters, `model.lora = { rank = 16 }`"
-        raise RecipeError(
-            f"{gib(free)} of the device are free; {need}; together {gib(need.total)}. "
-            f"Lower {lower}{checkpointing}{adapters}"
-        )
+        full = ", or raise `runtime.trainers`, or train adapters, `model.lora = { rank = 16 }`"
+        adapters = "" if recipe.model.lora is not None else full
+        advice = f"Lower {lower}{checkpointing}{adapters}"
+        if recipe.model.lora is not None and need.base > free:
+            advice = weights_alone(need)
+        raise RecipeError(f"{gib(free)} of the device are free; {need}; together {gib(need.total)}. {advice}")
     return need
 
 

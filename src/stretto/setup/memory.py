@@ -310,6 +310,9 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
         )
         if instances > 1:
             what = f"on each of `runtime.instances = {instances}` {what}"
+        if need.one_base > free:
+            cut = recipe.engine.type == "vllm" and recipe.runtime.type == "ray"
+            advice = weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
         raise RecipeError(
             f"{DOES_NOT_FIT}{gib(free)} of the device are free; {need}; that leaves "
             f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
@@ -340,6 +343,11 @@ def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
     adapters = ", or train adapters, `model.lora = { rank = 16 }`" if full else ""
     free = ", or free memory that other processes hold" if here else ""
     return f"Lower {', '.join(lower)}{checkpointing}{adapters}{free}"
+
+
+def weights_alone(need: Footprint) -> str:
+    """Returns what to do if not even the weights of the model fit, where no other option helps."""
+    return f"The weights alone take {gib(need.one_base)}: use a larger device or a smaller model"
 
 
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
