@@ -130,7 +130,8 @@ def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
             raise
         config, shipped = load_config(str(folder)), True
         notes.append(
-            f"the configuration of `{path}` is the one that comes with the package, because {first_line(error)}"
+            f"the configuration of `{path}` is the one that comes with the package. Another was not found: "
+            f"{first_line(error)}"
         )
     if (missing := missing_weights(path)) is not None:
         notes.append(missing)
@@ -244,7 +245,7 @@ def describe_release(recipe: Recipe, *, elsewhere: bool) -> list[str]:
     except RecipeError as error:
         if recipe.runtime.type == "local" and not elsewhere:
             raise
-        return [f"on this machine {error}; the machines of the instances need it"]
+        return [f"the machines of the instances need vLLM. On this machine {error}"]
 
 
 def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:
