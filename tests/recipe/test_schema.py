@@ -435,6 +435,7 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
         ("staleness=3", "`staleness` is not an option; did you mean `rollout.staleness`?"),
         ("prompts=3", "did you mean `rollout.prompts` or `evaluation.prompts`?"),
         ("task.path=x", '`task.type = "environment"` or `task.type = "agent"`, and this recipe has `countdown-chain`'),
+        ("engine=vllm", "`engine` is a table, not a value; set one of its options, such as `engine.type`"),
         ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
         ("training.steps=abc", '`training.steps = "abc"` must be a whole number'),
         ("rollout.temprature=2", "did you mean `rollout.temperature`?"),

@@ -251,6 +251,11 @@ _PASSES = (
     "`training.optimizer_steps = N` and `rollout.staleness = N + 1`"
 )
 
+_NOT_PASSED = (
+    "options of vLLM are not passed on: the engine sets them, except for `engine.tensor_parallel` and "
+    "`engine.gpu_memory`"
+)
+
 ELSEWHERE: dict[str, str] = {
     "bf16": 'set `model.dtype = "bfloat16"`, which is the default on CUDA',
     "fp16": 'set `model.dtype = "float16"`',
@@ -259,6 +264,10 @@ ELSEWHERE: dict[str, str] = {
     "difficulty_mask": 'leave it out; `task.order = "pass-rate"` draws prompts of medium difficulty more often, and '
     '`rollout.filter = "no-signal"` replaces groups with equal rewards',
     "logging_steps": "every update is written to `RUN/metrics.jsonl`",
+    "block_size": _NOT_PASSED,
+    "enable_prefix_caching": _NOT_PASSED,
+    "enforce_eager": _NOT_PASSED,
+    "max_model_len": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "max_prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`; "
     "`task.too_long` says what becomes of longer ones",
     "max_seq_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
