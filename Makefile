@@ -70,7 +70,7 @@ test-tutorial: install
 test-browser: install
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -c 'import os, shutil, sys; sys.exit(not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")) and "there is no Chromium: install it, or name it with CHROMIUM=path")'
-	$(BIN)/python -m pytest tests/view/test_page.py
+	$(BIN)/python -m pytest tests/view/test_page.py tests/docs/test_screenshots.py
 
 # Environments of other packages whose pins clash with ours or with each other's: each is tested in a virtual environment
 # of its own. Those without a clash are part of `make test`.

@@ -23,7 +23,7 @@ FLAGS = (
 SIZE = {"width": 1440, "height": 900}
 WAIT_MS = 120_000
 VIEWS = {
-    "overview": "document.querySelectorAll('.charts canvas').length === 8 && window.stretto.runs[0].curves",
+    "overview": "document.querySelectorAll('.charts canvas').length >= 8 && window.stretto.runs[0].curves",
     "timeline": "window.stretto.timelineView && window.stretto.timelineView.answer",
     "trajectories": "document.querySelector('.list tbody tr')",
     "compare": "document.querySelector('main .charts, main .empty')",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto.assembly.check import effective
+from stretto.assembly.check import check, effective
+from stretto.errors import RecipeError
+from stretto.models.loading import load_config
+from stretto.models.shapes import shape_folder
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import load_recipe
 
 MODEL = {"path": "tiny", "lora": {"rank": 4}}
@@ -47,3 +52,26 @@ def test_check_prints_what_follows_from_other_values(tables: dict[str, Any], key
     again = load_recipe(printed)
     assert again.plan == recipe.plan
     assert tomllib.loads(effective(again)) == printed, "what it prints is a recipe that prints the same"
+
+
+def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails(tmp_path: Path) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
+    recipe = load_recipe({"model": {"path": str(tmp_path), "lora": {"rank": 4}}, "task": TASK})
+    with pytest.raises(
+        RecipeError, match=r"tokenizer is not here, so a prompt counts as long as a completion, 256 tok"
+    ):
+        check(recipe, planned=PlannedDevices(1, 8.0))
+
+
+def test_more_versions_of_adapters_on_experts_than_cuda_has_groups_for_are_refused(tmp_path: Path) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-30B-A3B"))).save_pretrained(tmp_path)
+
+    def planned(staleness: int, *targets: str) -> str:
+        model = {"path": str(tmp_path), "lora": {"rank": 4, "targets": list(targets)}}
+        recipe = {"model": model, "task": TASK, "rollout": {"staleness": staleness}, "runtime": {"type": "ray"}}
+        return str(check(load_recipe(recipe), planned=PlannedDevices(8, 141.0)))
+
+    assert "fits 8 x 141 GiB" in planned(6, "q_proj", "down_proj")
+    assert "fits 8 x 141 GiB" in planned(7, "q_proj")
+    with pytest.raises(RecipeError, match=r"of 128 experts, .* at most 7 versions, and it has 8 version slots"):
+        planned(7, "q_proj", "down_proj")

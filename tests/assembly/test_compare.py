@@ -124,6 +124,7 @@ def test_each_engine_has_a_row_for_each_paradigm_that_it_serves(
         return dict(SUMMARY)
 
     monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: "0.32.0")
 
     def rows(**options: Any) -> list[tuple[str, str]]:
         found = compare.compare(tmp_path / "recipe.toml", folder=tmp_path / "out", **options)
@@ -180,3 +181,36 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
         compare.compare_from_command_line(
             tmp_path / "recipe.toml", [], paradigms=["drop"], folder=tmp_path / "file" / "out", target=None
         )
+
+
+def test_an_engine_that_is_missing_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE + "[model.lora]\nrank = 4\n")
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: None)
+    monkeypatch.setattr(compare, "_train", lambda words: pytest.fail("a run began"))
+    with pytest.raises(RecipeError, match="needs vLLM, which is not installed"):
+        compare.compare(tmp_path / "recipe.toml", engines=["native", "vllm"], folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_an_engine_cannot_serve_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"tiny"', '"tiny-moe"') + "[model.lora]\nrank = 4\n")
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: "0.32.0")
+    monkeypatch.setattr(compare, "_train", lambda words: pytest.fail("a run began"))
+    with pytest.raises(RecipeError, match="a mixture of experts"):
+        compare.compare(tmp_path / "recipe.toml", engines=["native", "vllm"], folder=tmp_path / "out")
+
+
+def test_an_engine_whose_runs_are_all_finished_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE + "[model.lora]\nrank = 4\n")
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: None)
+    monkeypatch.setattr(compare, "standing", lambda folder: "finished")
+    monkeypatch.setattr(compare, "_refuse_folder", lambda recipe, folder: None)
+    monkeypatch.setattr(compare, "_summary", lambda folder: dict(SUMMARY))
+    found = compare.compare(
+        tmp_path / "recipe.toml", engines=["vllm"], paradigms=["synchronous"], folder=tmp_path / "out"
+    )
+    assert [each["engine"] for each in found] == ["vllm"]

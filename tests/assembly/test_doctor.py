@@ -54,6 +54,18 @@ def test_what_is_required_and_missing_or_old_is_broken_and_an_extra_is_not(monke
     assert any("MISSING: `pip install 'stretto[wings]'`  (to fly)" in line for line in lines)
 
 
+@pytest.mark.parametrize(("release", "status"), [("0.25.1", "missing"), ("0.32.0", "ok"), (None, "missing")])
+def test_a_release_of_vllm_that_no_run_accepts_is_not_called_installed(
+    release: str | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "no_such_module" if release is None else "json"
+    monkeypatch.setattr(doctor, "EXTRAS", {"vllm": (module, "engines of vLLM")})
+    monkeypatch.setattr(doctor, "installed_release", lambda: release)
+    found = next(finding for finding in examine() if finding.name == "vllm")
+    assert found.status == status
+    assert ("refuses vLLM 0.25.1" in found.value) == (release == "0.25.1")
+
+
 def test_lines_have_no_control_characters() -> None:
     assert list(lines_of([Finding("disk", "folder", "\x1b[31m")])) == ["disk", "  folder  \\x1b[31m"]
 

@@ -76,7 +76,7 @@ def test_records_are_forgotten_with_the_last_checkpoint_and_a_replay_says_so(mix
     left = {int(path.name.split("-")[0]) for path in (folder / "routing").rglob("*.bin")}
     assert not left & set(trained)
     assert exit_code(verify(folder)) == 0
-    with pytest.raises(TrainerError, match=r"no record of its routing.*`training\.keep_routing`"):
+    with pytest.raises(TrainerError, match=r"no record of its routing.*`training\.keep_routing = true`"):
         retrain(folder)
 
 

@@ -169,9 +169,9 @@ def test_a_check_in_one_process_refuses_a_missing_vllm(models: dict[str, Path]) 
     with pytest.raises(RecipeError, match=r"needs vLLM, which is not installed.*stretto\[vllm\]"):
         stretto.check(made)
     elsewhere = str(stretto.check(made, {"runtime.device": "auto"}, devices="1x24GiB"))
-    assert 'on this machine `engine.type = "vllm"` needs vLLM, which is not installed' in elsewhere
+    assert 'On this machine `engine.type = "vllm"` needs vLLM, which is not installed' in elsewhere
     on_cluster = str(stretto.check(made, {"runtime.type": "ray", "runtime.device": "cpu"}))
-    assert 'on this machine `engine.type = "vllm"` needs vLLM' in on_cluster
+    assert 'On this machine `engine.type = "vllm"` needs vLLM' in on_cluster
 
 
 @pytest.mark.parametrize(("release", "why"), [("0.28.0", "captured graphs"), ("0.31.0", "was never tried")])
@@ -187,7 +187,7 @@ def test_a_check_names_a_release_that_is_refused(
 
 def test_a_check_says_which_vllm_is_there(vllm: str, models: dict[str, Path]) -> None:
     """And reads the prompts and the reward of the recipe."""
-    assert "vLLM 0.32.0 is installed here, a release that was tried" in str(
+    assert "vLLM 0.32.0 is installed here, a release that is accepted" in str(
         stretto.check(tiny("qwen3-8b-vllm", models))
     )
 

@@ -131,7 +131,7 @@ def test_flash_layouts_give_the_attention_of_buckets():
 def test_a_model_that_does_not_fit_is_refused_if_it_is_to_be_compiled():
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     windowed = MistralForCausalLM(MistralConfig(vocab_size=23, intermediate_size=32, sliding_window=64, **shape)).eval()
-    with pytest.raises(ModelError, match="`compile = true`"):
+    with pytest.raises(ModelError, match=r"`training\.compile = true`"):
         LocalTrainer(windowed, options=TrainingOptions(compile=True))
 
 

@@ -40,6 +40,14 @@ def test_the_native_engine_is_the_default_and_vllm_serves_adapters() -> None:
             {"engine": {"type": "vllm", "tensor_parallel": 2}, "runtime": {"type": "ray", "instance_gpus": 1}},
             "`runtime.instance_gpus = 1` is less than `engine.tensor_parallel = 2`",
         ),
+        (
+            {"runtime": {"type": "ray", "instance_gpus": 2}},
+            "`runtime.instance_gpus = 2` is more than the 1 that an instance uses",
+        ),
+        (
+            {"engine": {"type": "native"}, "runtime": {"type": "ray", "trainer_gpus": 2}},
+            "`runtime.trainer_gpus = 2` is more than the 1 that a rank uses",
+        ),
         ({"engine": {"gpu_memory": 0.5}}, "`engine.gpu_memory` has no effect"),
         ({"engine": {"type": "sglang"}}, "`engine.type"),
         ({"model": {"path": "tiny"}}, "an instance holds one version of full weights, and the run needs 3 at once"),
@@ -53,6 +61,11 @@ def test_what_vllm_cannot_serve_is_refused_by_name(sections: dict[str, Any], tol
     with pytest.raises(RecipeError) as raised:
         recipe_of(**sections)
     assert told in str(raised.value)
+
+
+def test_an_instance_may_reserve_the_gpus_that_it_is_cut_over() -> None:
+    made = recipe_of(engine={"type": "vllm", "tensor_parallel": 2}, runtime={"type": "ray", "instance_gpus": 2})
+    assert made.runtime.instance_gpus == 2
 
 
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"min_p": 0.1}])

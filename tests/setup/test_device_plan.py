@@ -15,7 +15,7 @@ from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, packed
 from stretto.setup.device import CUDA, resolved, with_section
-from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smallest_fit
+from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smallest_fit, smallest_size
 from stretto.setup.memory import rank_footprint
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB
@@ -57,7 +57,8 @@ def test_a_cluster_counts_the_devices_of_instances_and_ranks(eight_billions: Qwe
     assert "# devices: 8 x 141 GiB" in text
     assert "`runtime.instances = 6` with 1 each and `runtime.trainers = 2` with 1 each take 8 of 8 devices" in text
     seven = recipe(runtime={"type": "ray", "instances": 7, "trainers": 2})
-    with pytest.raises(RecipeError, match=r"does not fit 8 x 141 GiB.*take 9 devices\. 9 devices of 141 GiB would do"):
+    would_do = r"9 devices of 141 GiB would do; 8 would do with `runtime\.instances = 6`"
+    with pytest.raises(RecipeError, match=rf"does not fit 8 x 141 GiB.*take 9 devices\. {would_do}"):
         describe_memory(seven, PROMPT, config=eight_billions, planned=EIGHT)
 
 
@@ -70,7 +71,7 @@ def test_devices_that_one_instance_is_cut_over_count_and_have_its_memory(eight_b
     assert 24 * GIB < instance.total < 4 * 24 * GIB
     uncut = recipe(engine={"type": "vllm"}, rollout={"max_tokens": 1024, "kv_tokens": 30_000})
     would_do = r"3 devices of 24 GiB would do, with `engine.tensor_parallel = 2`$"
-    with pytest.raises(RecipeError, match=rf"an instance: the run does not fit: 23\.40 GiB.*{would_do}"):
+    with pytest.raises(RecipeError, match=rf"an instance: 23\.40 GiB.*{would_do}"):
         fit_on_cluster(uncut, eight_billions, PROMPT, SMALL)
 
 
@@ -104,6 +105,72 @@ def test_checkpointing_is_named_where_nothing_else_fits(eight_billions: Qwen3Con
     assert smallest_fit(made, eight_billions, PROMPT, EIGHT) == made
 
 
+def test_smaller_micro_batches_are_named_where_checkpointing_is_not_enough(eight_billions: Qwen3Config) -> None:
+    made = recipe(training={"micro_tokens": 32_768})
+    would_do = r"2 devices of 24 GiB would do, with `training.checkpointing = true`, `training.micro_tokens = (\d+)`$"
+    with pytest.raises(RecipeError, match=would_do) as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, SMALL)
+    assert "Lower `training.micro_tokens` (now 32768), or" in str(refused.value)
+    found = smallest_fit(made, eight_billions, PROMPT, SMALL)
+    assert found is not None
+    fit_on_cluster(found, eight_billions, PROMPT, SMALL)
+    twice = with_section(found, "training", micro_tokens=2 * found.training.micro_batch_tokens)
+    with pytest.raises(RecipeError, match="a rank of the trainer"):
+        fit_on_cluster(twice, eight_billions, PROMPT, SMALL)
+
+
+def test_a_micro_batch_of_one_trajectory_is_not_to_be_lowered(eight_billions: Qwen3Config) -> None:
+    made = recipe(rollout={"max_tokens": 16_000}, training={"micro_tokens": 2048, "checkpointing": True})
+    with pytest.raises(RecipeError, match=r"Lower `rollout\.max_tokens` \(now 16000\)\."):
+        fit_on_cluster(made, eight_billions, PROMPT, SMALL)
+
+
+def test_the_least_size_is_named_if_no_number_of_devices_would_do(eight_billions: Qwen3Config) -> None:
+    made, tiny = recipe(training={"micro_tokens": 2048}), PlannedDevices(8, 12.0)
+    with pytest.raises(RecipeError, match=r"No number of devices of 12 GiB would do\. 2 devices of (\d+) GiB would do"):
+        fit_on_cluster(made, eight_billions, PROMPT, tiny)
+    least = smallest_size(made, eight_billions, PROMPT, tiny)
+    assert least is not None
+    found = smallest_fit(made, eight_billions, PROMPT, least)
+    assert found is not None
+    fit_on_cluster(found, eight_billions, PROMPT, least)
+    assert smallest_fit(made, eight_billions, PROMPT, PlannedDevices(8, least.gib - 1)) is None
+
+
+def test_weights_that_do_not_fit_are_told_and_no_option_that_does_not_help(eight_billions: Qwen3Config) -> None:
+    made = recipe(engine={"type": "vllm"})
+    with pytest.raises(RecipeError) as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, PlannedDevices(8, 10.0))
+    instance, _, rank = str(refused.value).partition("a rank of the trainer")
+    alone = "The weights alone take 15.26 GiB: use a larger device or a smaller model"
+    assert f"{alone}, or raise `engine.tensor_parallel`; " in instance
+    assert f"{alone}. No number" in rank
+    assert "Lower" not in str(refused.value)
+
+
+def test_fewer_version_slots_are_named_where_an_instance_has_too_many(eight_billions: Qwen3Config) -> None:
+    runtime = {"type": "ray", "instances": 3, "trainers": 4}
+    made = recipe(False, runtime=runtime)
+    with pytest.raises(RecipeError, match=r"would do, with `runtime\.slots = 1`") as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, PlannedDevices(8, 44.0))
+    assert "`runtime.slots` (now 3 for each instance)" in str(refused.value)
+    two = recipe(False, runtime={**runtime, "instances": 2})
+    found = smallest_fit(two, eight_billions, PROMPT, PlannedDevices(8, 44.0))
+    assert found is None, "two instances of one slot do not hold the three versions"
+
+
+def test_too_many_instances_are_told_how_many_there_is_room_for(eight_billions: Qwen3Config) -> None:
+    vllm: dict[str, Any] = {"engine": {"type": "vllm", "tensor_parallel": 2}}
+    made = recipe(**vllm, runtime={"type": "ray", "instances": 6, "trainers": 2})
+    said = r"14 devices of 141 GiB would do; 8 would do with `runtime\.instances = 3`$"
+    with pytest.raises(RecipeError, match=said):
+        fit_on_cluster(made, eight_billions, PROMPT, EIGHT)
+    fit_on_cluster(with_section(made, "runtime", instances=3), eight_billions, PROMPT, EIGHT)
+    ranks = recipe(runtime={"type": "ray", "instances": 1, "trainers": 9})
+    with pytest.raises(RecipeError, match=r"10 devices of 141 GiB would do$"):
+        fit_on_cluster(ranks, eight_billions, PROMPT, EIGHT)
+
+
 def test_full_weights_are_sharded_over_the_ranks(eight_billions: Qwen3Config) -> None:
     def rank(count: int, lora: bool = False) -> Any:
         made = recipe(lora, rollout={"paradigm": "synchronous"}, runtime={"type": "ray", "trainers": count})
@@ -121,7 +188,7 @@ def test_one_process_uses_one_device_and_is_told_how_many_a_cluster_would_need(e
     assert "# fits 8 x 141 GiB: a run in one process uses 1 of 8 devices" in text
     with pytest.raises(RecipeError, match=r"more of them do not help it; on a cluster 2 devices of 24 GiB would do"):
         fit_in_one_process(alone, eight_billions, PROMPT, SMALL)
-    with pytest.raises(RecipeError, match=r"on a cluster, too, no number of devices of this size would do"):
+    with pytest.raises(RecipeError, match=r"on a cluster, too, no number of devices of 12 GiB would do\. 2 devices of"):
         fit_in_one_process(alone, eight_billions, PROMPT, PlannedDevices(8, 12.0))
 
 

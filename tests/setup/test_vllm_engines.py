@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import SHAPE, build
-from transformers import Qwen3Config
+from transformers import GPTNeoXConfig, Phi3Config, Qwen3Config
 
 from stretto.errors import RecipeError
 from stretto.local.components import LocalComponents
@@ -63,11 +63,15 @@ def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
 
 
 def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
-    from transformers import GPTNeoXConfig
-
     config = GPTNeoXConfig(vocab_size=40, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(RecipeError, match=r"`model\.lora` adapts `dense`"):
+    with pytest.raises(RecipeError, match=r'`model\.lora` adapts `dense`, .*, which .* cannot; use "native"$'):
         check_vllm_model(recipe_of(), config)
+    with pytest.raises(RecipeError, match=r"`gate_up_proj`, `qkv_proj` of") as refused:
+        check_vllm_model(recipe_of(), Phi3Config(**SHAPE))
+    could = '`model.lora.targets = ["o_proj", "down_proj"]`'
+    assert could in str(refused.value), "of those that vLLM adapts, the model has two"
+    lora = {"rank": 8, "targets": ["o_proj", "down_proj"]}
+    check_vllm_model(recipe_of(model={"path": "tiny", "lora": lora}), Phi3Config(**SHAPE))
 
 
 def test_a_mixture_of_experts_is_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from view_cases import CONFIG, record_extended_run, record_run, record_second_update, record_tool_run, served_folders
 
 from bench.view import make_journal
+from bench.view_browser import VIEWS
 from stretto.store.journal import Journal
 from stretto.view.report import write_report
 from stretto.view.runs import open_runs
@@ -74,6 +75,15 @@ def test_the_overview_shows_state_curves_and_laws(page: Any, serve: Callable[...
     assert page.locator(".verdict.good").count() == 4
     assert page.locator("span.verdict.bad").inner_text() == "BROKEN 11", "its metrics are invented"
     assert page.locator(".notice").first.inner_text().startswith("<script>"), "a warning with markup stays text"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_measurement_of_a_view_sees_that_it_is_drawn(
+    view: str, page: Any, serve: Callable[..., ViewServer], tmp_path: Path
+) -> None:
+    record_run(tmp_path)
+    visit(page, serve(tmp_path), view)
+    page.wait_for_function(f"() => Boolean({VIEWS[view]})")
 
 
 def test_the_timeline_zooms_by_key_wheel_and_click(page: Any, serve: Callable[..., ViewServer], tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import tomli_w
 import torch
 
+from stretto.engines.native.expert_slots import MAX_GROUPS
 from stretto.engines.vllm.releases import check_release, installed_release
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.errors import ModelError, RecipeError, first_line
 from stretto.models.loading import load_config, load_tokenizer, missing_weights
-from stretto.models.routing import replayed_shape
+from stretto.models.routing import replayed_shape, shape_of_config
 from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
@@ -34,7 +35,7 @@ from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tok
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
-from stretto.setup.vllm_engines import check_vllm_model, records_masks
+from stretto.setup.vllm_engines import check_vllm_model, expert_targets, records_masks
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 from stretto.training.loss_averaging import with_divisor
 
@@ -73,11 +74,12 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     shape = _model_shape(recipe, planned)
     config = shape.config
     check_vllm_model(recipe, config)
+    _check_expert_slots(recipe, config, device)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
-    memory = describe_memory(recipe, longest, config=config, planned=planned)
+    memory = _memory(recipe, longest, config, planned)
     notes = (
         *shape.notes,
         *of_engine,
@@ -126,7 +128,10 @@ def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
         if folder is None:
             raise
         config, shipped = load_config(str(folder)), True
-        notes.append(f"the configuration of `{path}` is the one that comes with the package: {first_line(error)}")
+        notes.append(
+            f"the configuration of `{path}` is the one that comes with the package. Another was not found: "
+            f"{first_line(error)}"
+        )
     if (missing := missing_weights(path)) is not None:
         notes.append(missing)
     tokenizer = None
@@ -141,6 +146,42 @@ def _model_shape(recipe: Recipe, planned: PlannedDevices | None) -> _Shape:
             f"long as a completion, {recipe.rollout.max_tokens:,} tokens{why}"
         )
     return _Shape(config, tokenizer, tuple(notes))
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raises `RecipeError` if the engine of a recipe is missing here, or cannot serve its model. Loads no weights."""
+    if recipe.engine.type != "vllm":
+        return
+    describe_release(recipe, elsewhere=False)
+    path = recipe.model.path
+    check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
+
+
+def _check_expert_slots(recipe: Recipe, config: Any, device: torch.device) -> None:
+    """Raises `RecipeError` if an engine on CUDA has too many versions of adapters on experts."""
+    shape = shape_of_config(config)
+    if shape is None or device.type != "cuda" or not expert_targets(recipe, config):
+        return
+    if shape.experts * recipe.num_slots >= MAX_GROUPS:
+        most = (MAX_GROUPS - 1) // shape.experts
+        raise RecipeError(
+            f"`model.lora.targets` names weights of {shape.experts} experts, of which an instance on CUDA holds at "
+            f"most {most} versions, and it has {recipe.num_slots} version slots; lower `rollout.staleness` (now "
+            f"{recipe.plan.staleness}) or `runtime.slots`, or adapt attention alone"
+        )
+
+
+def _memory(recipe: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
+    """Returns the memory plan as text. An error says if the length of prompts was only assumed."""
+    try:
+        return describe_memory(recipe, longest, config=config, planned=planned)
+    except RecipeError as error:
+        if longest is not None:
+            raise
+        raise RecipeError(
+            f"{error}. The tokenizer is not here, so a prompt counts as long as a completion, "
+            f"{recipe.rollout.max_tokens:,} tokens"
+        ) from error
 
 
 def _check_inputs(
@@ -188,11 +229,13 @@ def describe_release(recipe: Recipe, *, elsewhere: bool) -> list[str]:
         return []
     found = installed_release()
     try:
-        return [f"vLLM {check_release(found, masks=records_masks(recipe))} is installed here, a release that was tried"]
+        return [
+            f"vLLM {check_release(found, masks=records_masks(recipe))} is installed here, a release that is accepted"
+        ]
     except RecipeError as error:
         if recipe.runtime.type == "local" and not elsewhere:
             raise
-        return [f"on this machine {error}; the machines of the instances need it"]
+        return [f"the machines of the instances need vLLM. On this machine {error}"]
 
 
 def _described(own: TaskInputs, scored: str, recipe: Recipe) -> str:

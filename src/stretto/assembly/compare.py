@@ -166,6 +166,8 @@ def comparison(
             recipes[name] = load_recipe(recipe, with_engine, compare_as=paradigm)
     for name, resolved in recipes.items():
         _refuse_folder(resolved, folder / name)
+    for each in engines or ():
+        _refuse_engine([(own, folder / name) for name, own in recipes.items() if own.engine.type == each])
     refuse_unwritable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -225,6 +227,15 @@ def _refuse_folder(recipe: Recipe, folder: Path) -> None:
             )
 
 
+def _refuse_engine(runs: Sequence[tuple[Recipe, Path]]) -> None:
+    """Raises `RecipeError` if the engine of these runs is missing, or cannot serve their model, and one is to run."""
+    left = [recipe for recipe, folder in runs if standing(folder) != "finished"]
+    if left and left[0].engine.type != "native":
+        from stretto.assembly.check import check_engine  # which imports torch: this process needs it for nothing else
+
+        check_engine(left[0])
+
+
 def _run(recipe: Recipe, folder: Path, say: Callable[[str], None], train_options: Sequence[str] = ()) -> dict[str, Any]:
     """Uses a finished run, resumes a stopped one, or begins. Returns the summary.
 
@@ -248,7 +259,8 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None], train_options
             f"the comparison was stopped in the run under `{paradigm}`, in `{folder}`; the same call continues it"
         )
     if status != 0:
-        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+        there = f", and `{folder}`" if folder.exists() else ""
+        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above{there}")
     return _summary(folder)
 
 

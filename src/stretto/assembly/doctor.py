@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stretto import __version__
+from stretto.engines.vllm.releases import check_release, installed_release
 from stretto.environments import sandbox
 from stretto.environments.sandbox_processes import DEFAULT_LIMITS, held_parts
-from stretto.errors import first_line, printable
+from stretto.errors import RecipeError, first_line, printable
 from stretto.observe.run_list import readable_size
 
 Status = Literal["ok", "missing", "broken"]
@@ -261,7 +262,21 @@ def _amount(limit: int) -> str:
 
 def _extras() -> Iterator[Finding]:
     for extra, (module, purpose) in EXTRAS.items():
-        if importlib.util.find_spec(module) is not None:
+        if extra == "vllm" and (refused := _refused_vllm()) is not None:
+            yield Finding("extras", extra, refused, "missing", purpose)
+        elif importlib.util.find_spec(module) is not None:
             yield Finding("extras", extra, "installed", hint=purpose)
         else:
             yield Finding("extras", extra, f"`pip install 'stretto[{extra}]'`", "missing", purpose)
+
+
+def _refused_vllm() -> str | None:
+    """Returns why the vLLM that is installed is refused; None if it is not, or if there is none."""
+    found = installed_release()
+    if found is None:
+        return None
+    try:
+        check_release(found)
+    except RecipeError as error:
+        return str(error)
+    return None

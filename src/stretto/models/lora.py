@@ -123,11 +123,14 @@ def adapted_modules(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, 
                 if not expert:
                     fix = f"those of `{type(model).__name__}` cannot be adapted; name linear layers"
                 raise ModelError(
-                    f"`lora.targets` has {target!r}, which names experts of a mixture or their router: {fix}, or leave "
-                    "`model.lora` out to train all weights"
+                    f"`model.lora.targets` has {target!r}, which names experts of a mixture or their router: {fix}, or "
+                    "leave `model.lora` out to train all weights"
                 )
             ends = sorted({name.rsplit(".", 1)[-1] for name in (*linear, *expert)})
-            raise ModelError(f"`lora.targets` has {target!r}, which names no linear layer: there are {', '.join(ends)}")
+            raise ModelError(
+                f"`model.lora.targets` has {target!r}, which names no layer that adapters can be on; name some of "
+                f"{', '.join(ends)}, or leave it out for all linear layers but the output layer"
+            )
     chosen = {n: m for n, m in linear.items() if not targets or any(_matches(n, target) for target in targets)}
     if not chosen and not targets:
         raise ModelError(f"`{type(model).__name__}` has no linear layer but its head, so there is nothing to adapt")

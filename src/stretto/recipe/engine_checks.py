@@ -32,6 +32,7 @@ def engine_without_effect(recipe: Recipe) -> dict[tuple[str, str], str]:
 
 def impossible_engine(recipe: Recipe) -> Iterable[str]:
     """The reasons why the engine cannot run the recipe, one sentence each."""
+    yield from _idle_gpus(recipe)
     if recipe.engine.type != "vllm":
         return
     rollout, evaluation, lora = recipe.rollout, recipe.evaluation, recipe.model.lora
@@ -73,6 +74,23 @@ def impossible_engine(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`engine.tensor_parallel = {recipe.engine.tensor_parallel}` needs a cluster, where an instance has "
             'devices of its own; choose `runtime.type = "ray"`, or leave it out'
+        )
+
+
+def _idle_gpus(recipe: Recipe) -> Iterable[str]:
+    """The reasons why GPUs that are reserved on a cluster would do nothing, one sentence each."""
+    runtime, used = recipe.runtime, recipe.engine.tensor_parallel
+    if runtime.type != "ray":
+        return
+    if runtime.instance_gpus is not None and runtime.instance_gpus > used:
+        yield (
+            f"`runtime.instance_gpus = {runtime.instance_gpus:g}` is more than the {used} that an instance uses; leave "
+            "it out. `engine.tensor_parallel` cuts an instance of vLLM over several"
+        )
+    if runtime.trainer_gpus is not None and runtime.trainer_gpus > 1:
+        yield (
+            f"`runtime.trainer_gpus = {runtime.trainer_gpus:g}` is more than the 1 that a rank uses; leave it out, and "
+            "set `runtime.trainers` for several ranks"
         )
 
 

@@ -116,7 +116,8 @@ def _sentences(problem: Mapping[str, Any], recipe: type[BaseModel], raw: Mapping
         yield f"`{name}.type{given}` must be one of {', '.join(map(as_toml, variants))}{hint}"
     elif kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = sorted(key for key in all_keys(recipe) if key.startswith(f"{name}."))
-        example = f"; set one of its options, such as `{keys[0]}`" if keys else ""
+        first = f"{name}.type" if f"{name}.type" in keys else next(iter(keys), None)
+        example = f"; set one of its options, such as `{first}`" if first is not None else ""
         yield f"`{name} = {as_toml(got)}`: `{name}` is a table, not a value{example}"
     elif kind == "value_error":
         yield _in_full(str(problem["msg"]).removeprefix("Value error, "), name, names, recipe)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _CLIPS = ("algorithm.clip_low", "algorithm.clip_high")
 _BATCH = ("rollout.prompts", "rollout.group")
+_KV_MEMORY = ("rollout.kv_tokens", "engine.gpu_memory")
 
 OURS: dict[str, tuple[str, ...]] = {
     # tables
@@ -85,7 +86,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "async_generation_ratio": ("rollout.staleness",),
     "batch_size": _BATCH,
     "generation_batch_size": _BATCH,
-    "gpu_memory_utilization": ("rollout.kv_tokens",),
     "group_size": ("rollout.group",),
     "is_num_return_sequences_expand": ("rollout.spread",),
     "group_size_redundancy": ("rollout.redundancy.members",),
@@ -113,7 +113,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "staleness_threshold": ("rollout.staleness",),
     "stop_strings": ("rollout.stop",),
     "train_batch_size": ("rollout.prompts",),
-    "vllm_gpu_memory_utilization": ("rollout.kv_tokens", "engine.gpu_memory"),
     "filter_groups": ("rollout.filter",),
     "filter_zero_advantages": ("rollout.filter",),
     "is_use_additional_prompts": ("rollout.filter",),
@@ -187,6 +186,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "adam_epsilon": ("training.epsilon",),
     "clip_grad": ("training.max_grad_norm",),
     "enable_gradient_checkpointing": ("training.checkpointing",),
+    "enable_rollout_routing_replay": ("training.routing",),
+    "router_replay": ("training.routing",),
     "grad_clip": ("training.max_grad_norm",),
     "gradient_accumulation_steps": ("training.micro_tokens",),
     "gradient_checkpointing": ("training.checkpointing",),
@@ -225,6 +226,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "use_wandb": ("observe.sinks",),
     "wandb_project": ("observe.wandb.project",),
     # engine
+    "gpu_memory_utilization": _KV_MEMORY,
+    "num_gpus_per_worker": ("engine.tensor_parallel",),
+    "strategy_name": ("engine.type",),
+    "tensor_model_parallel_size": ("engine.tensor_parallel",),
+    "tensor_parallel_size": ("engine.tensor_parallel",),
+    "vllm_gpu_memory_utilization": _KV_MEMORY,
+    "vllm_tensor_parallel_size": ("engine.tensor_parallel",),
     # runtime
     "device_mapping": ("runtime.trainers", "runtime.instances"),
     "heartbeat_stale_after_s": ("runtime.instance_seconds",),
@@ -243,6 +251,11 @@ _PASSES = (
     "`training.optimizer_steps = N` and `rollout.staleness = N + 1`"
 )
 
+_NOT_PASSED = (
+    "options of vLLM are not passed on: the engine sets them, except for `engine.tensor_parallel` and "
+    "`engine.gpu_memory`"
+)
+
 ELSEWHERE: dict[str, str] = {
     "bf16": 'set `model.dtype = "bfloat16"`, which is the default on CUDA',
     "fp16": 'set `model.dtype = "float16"`',
@@ -251,6 +264,10 @@ ELSEWHERE: dict[str, str] = {
     "difficulty_mask": 'leave it out; `task.order = "pass-rate"` draws prompts of medium difficulty more often, and '
     '`rollout.filter = "no-signal"` replaces groups with equal rewards',
     "logging_steps": "every update is written to `RUN/metrics.jsonl`",
+    "block_size": _NOT_PASSED,
+    "enable_prefix_caching": _NOT_PASSED,
+    "enforce_eager": _NOT_PASSED,
+    "max_model_len": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "max_prompt_length": "a prompt may be as long as the model's context leaves beside `rollout.max_tokens`; "
     "`task.too_long` says what becomes of longer ones",
     "max_seq_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
@@ -273,6 +290,7 @@ ELSEWHERE: dict[str, str] = {
     "resume_mode": "give `--resume` to `stretto train`",
     "seq_len": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
     "sequence_length": "set `rollout.max_tokens`; a prompt may have what the model's context leaves beside it",
+    "strategy_config": "did you mean `engine.tensor_parallel` or `engine.gpu_memory`? vLLM has no other options here",
     "tag_included": "write the rows of each domain to a file, and make it a task, `[[task]]` with `label` and `share`",
     "trigger_parameter_sync_step": "every update makes a version, and engines hold it before its first token",
     "trust_remote_code": "code of a model folder is never run",

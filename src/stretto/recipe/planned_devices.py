@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from stretto.errors import RecipeError, shortened
 
-FORM = re.compile(r"(\d{1,6})x(\d{1,6}(?:\.\d{1,6})?)(GiB|GB)", re.ASCII)
+FORM = re.compile(r"(\d{1,6}) ?x ?(\d{1,6}(?:\.\d{1,6})?) ?(GiB|GB)", re.ASCII | re.IGNORECASE)
 EXAMPLE = "such as `8x141GiB` for eight GPUs of 141 GiB"
-GIB_OF_GB = 1e9 / (1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,10 @@ class PlannedDevices:
                 f"{said}, which is not COUNTxSIZE: write the number of GPUs and the size of one, {EXAMPLE}"
             )
         count, size = int(found[1]), float(found[2])
-        if found[3] == "GB":
+        if found[3].lower() == "gb":
             raise RecipeError(
-                f"{said}: sizes are in GiB, as `stretto doctor` prints them; {size:g} GB are "
-                f"`{count}x{size * GIB_OF_GB:.4g}GiB`"
+                f"{said}: sizes are in GiB, as `stretto doctor` prints them. A card that is sold with {size:g} GB has "
+                f"about {size:g} GiB: write `{count}x{size:g}GiB`"
             )
         if count < 1 or size <= 1:
             raise RecipeError(f"{said}: there must be at least one GPU, of more than 1 GiB; write them {EXAMPLE}")

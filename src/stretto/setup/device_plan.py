@@ -2,12 +2,14 @@
 
 One process uses one device. On a cluster, instances and ranks of the trainer have devices of their own. If one of them
 does not fit, these options make it smaller: `engine.tensor_parallel` cuts an instance of vLLM over more devices,
-`runtime.trainers` shards full weights over more ranks, and `training.checkpointing` keeps fewer activations.
+`runtime.slots` lets an instance hold fewer versions of full weights, `runtime.trainers` shards full weights over more
+ranks, `training.checkpointing` keeps fewer activations, and `training.micro_tokens` makes micro-batches smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Any
 
 from stretto.errors import RecipeError
@@ -15,11 +17,13 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import Footprint, footprint, free_for_instance, rank_footprint
-from stretto.setup.memory_sizes import gib
+from stretto.setup.memory import DOES_NOT_FIT, Footprint, footprint, free_for_instance, rank_footprint, weights_alone
+from stretto.setup.memory_sizes import gib, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
 
 MOST_RANKS = 64  # of a trainer, that are tried
+LEAST_MICRO_TOKENS = 1024  # that are tried
+MOST_GIB = 1024  # of a device, that are tried if no number of the planned ones would do
 
 
 def fit_in_one_process(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
@@ -41,7 +45,7 @@ def fit_on_cluster(
     try:
         instance = _instance(recipe, config, longest_prompt, planned)
     except RecipeError as error:
-        problems.append(f"an instance: {error}")
+        problems.append(f"an instance: {str(error).removeprefix(DOES_NOT_FIT)}")
     try:
         rank = _rank(recipe, config, longest_prompt, planned)
     except RecipeError as error:
@@ -80,13 +84,15 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
     need = rank_footprint(recipe, config, longest_prompt, CUDA, free=free)
     if need.total > free:
         lower = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
-        lower += f" or `rollout.max_tokens` (now {recipe.rollout.max_tokens})"
+        if longest_trajectory(recipe, longest_prompt) >= recipe.training.micro_batch_tokens:
+            lower = f"`rollout.max_tokens` (now {recipe.rollout.max_tokens})"  # a micro-batch has one trajectory
         checkpointing = "" if recipe.training.checkpointing else ", or set `training.checkpointing = true`"
-        adapters = "" if recipe.model.lora is not None else ", or train adapters, `model.lora = { rank = 16 }`"
-        raise RecipeError(
-            f"{gib(free)} of the device are free; {need}; together {gib(need.total)}. "
-            f"Lower {lower}{checkpointing}{adapters}"
-        )
+        full = ", or raise `runtime.trainers`, or train adapters, `model.lora = { rank = 16 }`"
+        adapters = "" if recipe.model.lora is not None else full
+        advice = f"Lower {lower}{checkpointing}{adapters}"
+        if recipe.model.lora is not None and need.base > free:
+            advice = weights_alone(need)
+        raise RecipeError(f"{gib(free)} of the device are free; {need}; together {gib(need.total)}. {advice}")
     return need
 
 
@@ -94,48 +100,110 @@ def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: Planned
     """Returns a sentence on how many devices of this size would do, and with which options."""
     begun = f"{why[:1].upper()}{why[1:]}; on a cluster" if why else ""
     found = smallest_fit(recipe, config, longest_prompt, planned)
-    if found is None:
-        said = "no number of devices of this size would do"
-        return f"{begun}, too, {said}" if begun else f"{said[:1].upper()}{said[1:]}"
-    changed = ['`runtime.type = "ray"`'] if why else []
+    if found is not None:
+        said = _devices(recipe, found, planned, moved=bool(why))
+        fewer = fewer_instances(found, planned)
+        on_less = f"; {planned.count} would do with `runtime.instances = {fewer}`" if fewer else ""
+        return f"{begun} {said}{on_less}" if begun else f"{said}{on_less}"
+    said = f"no number of devices of {planned.gib:g} GiB would do"
+    said = f"{begun}, too, {said}" if begun else f"{said[:1].upper()}{said[1:]}"
+    larger = smallest_size(recipe, config, longest_prompt, planned)
+    found = None if larger is None else smallest_fit(recipe, config, longest_prompt, larger)
+    return said if larger is None or found is None else f"{said}. {_devices(recipe, found, larger, moved=bool(why))}"
+
+
+def _devices(recipe: Recipe, found: Recipe, planned: PlannedDevices, *, moved: bool) -> str:
+    """Returns a sentence on how many devices `found` takes, and how it differs from the recipe."""
+    changed = ['`runtime.type = "ray"`'] if moved else []
     if found.engine.tensor_parallel != recipe.engine.tensor_parallel:
         changed.append(f"`engine.tensor_parallel = {found.engine.tensor_parallel}`")
+    if found.runtime.slots != recipe.runtime.slots:
+        changed.append(f"`runtime.slots = {found.runtime.slots}`")
     if found.runtime.trainers != recipe.runtime.trainers:
         changed.append(f"`runtime.trainers = {found.runtime.trainers}`")
     if found.training.checkpointing != recipe.training.checkpointing:
         changed.append("`training.checkpointing = true`")
+    if found.training.micro_tokens != recipe.training.micro_tokens:
+        changed.append(f"`training.micro_tokens = {found.training.micro_tokens}`")
     options = f", with {', '.join(changed)}" if changed else ""
-    said = f"{devices_taken(found)} devices of {planned.gib:g} GiB would do{options}"
-    return f"{begun} {said}" if begun else said
+    return f"{devices_taken(found)} devices of {planned.gib:g} GiB would do{options}"
+
+
+def fewer_instances(recipe: Recipe, planned: PlannedDevices) -> int | None:
+    """Returns the most instances with which the recipe takes no more than the planned devices.
+
+    None if it takes no more as it is, or if so few instances could not hold the versions of the run.
+    """
+    if devices_taken(recipe) <= planned.count:
+        return None
+    least = -(-recipe.plan.slots // recipe.num_slots)
+    counts = range(recipe.runtime.instances - 1, least - 1, -1)
+    fewer = (with_section(recipe, "runtime", instances=count) for count in counts)
+    return next((each.runtime.instances for each in fewer if devices_taken(each) <= planned.count), None)
 
 
 def smallest_fit(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
     """Returns the recipe with the options that fit on the fewest devices; None if none do.
 
-    Checkpointing costs time, so it is changed only if nothing fits `planned` without it.
+    Checkpointing and small micro-batches cost time, so they are changed only if nothing fits `planned` without them.
     """
-    plain = _smallest(recipe, config, longest_prompt, planned)
-    if recipe.training.checkpointing or (plain is not None and devices_taken(plain) <= planned.count):
-        return plain
-    lean = _smallest(with_section(recipe, "training", checkpointing=True), config, longest_prompt, planned)
-    found = [each for each in (plain, lean) if each is not None]
+    found = []
+    for each in _trainings(recipe, longest_prompt):
+        fitting = _smallest(each, config, longest_prompt, planned)
+        if fitting is not None:
+            found.append(fitting)
+            if devices_taken(fitting) <= planned.count:
+                break
     return min(found, key=devices_taken, default=None)
+
+
+def smallest_size(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> PlannedDevices | None:
+    """Returns devices of the least size, in whole GiB, of which some number would do; None if there is no such size."""
+    *_, lean = _trainings(recipe, longest_prompt)
+    sizes = range(int(planned.gib) + 1, MOST_GIB + 1)
+    larger = [PlannedDevices(planned.count, float(size)) for size in sizes]
+    at = bisect_left(larger, True, key=lambda each: _smallest(lean, config, longest_prompt, each) is not None)
+    return larger[at] if at < len(larger) else None
+
+
+def _trainings(recipe: Recipe, longest_prompt: int) -> Iterator[Recipe]:
+    """Yields the recipe, and then the same with less and less memory for activations."""
+    yield recipe
+    if not recipe.training.checkpointing:
+        recipe = with_section(recipe, "training", checkpointing=True)
+        yield recipe
+    least = max(LEAST_MICRO_TOKENS, longest_trajectory(recipe, longest_prompt))  # smaller ones hold one trajectory, too
+    while (tokens := recipe.training.micro_batch_tokens) > least:
+        recipe = with_section(recipe, "training", micro_tokens=max(tokens // 2, LEAST_MICRO_TOKENS))
+        yield recipe
 
 
 def _smallest(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
     """The same with the fewest devices for an instance, and the fewest ranks of the trainer."""
-    parallel: Sequence[int] = (1,)
-    if recipe.engine.type == "vllm":
-        own = recipe.engine.tensor_parallel
-        parallel = [each for each in fitting_parallel(config.get_text_config()) if each >= own]
-    first = recipe.runtime.trainers
-    ranks = range(first, MOST_RANKS + 1) if recipe.model.lora is None else range(first, first + 1)
-    cut = (with_section(recipe, "engine", tensor_parallel=each) for each in parallel)
-    found = next((each for each in cut if _fits(_instance, each, config, longest_prompt, planned)), None)
+    found = next(
+        (each for each in _instances(recipe, config) if _fits(_instance, each, config, longest_prompt, planned)), None
+    )
     if found is None:
         return None
-    sharded = (with_section(found, "runtime", trainers=each) for each in ranks)
-    return next((each for each in sharded if _fits(_rank, each, config, longest_prompt, planned)), None)
+    first = recipe.runtime.trainers
+    ranks = range(first, max(MOST_RANKS, first) + 1) if recipe.model.lora is None else range(first, first + 1)
+    sharded = [with_section(found, "runtime", trainers=each) for each in ranks]
+    at = bisect_left(sharded, True, key=lambda each: _fits(_rank, each, config, longest_prompt, planned))
+    return sharded[at] if at < len(sharded) else None
+
+
+def _instances(recipe: Recipe, config: Any) -> Iterator[Recipe]:
+    """Yields the recipe, and then the same with less and less memory for an instance on one device."""
+    if recipe.engine.type == "vllm":
+        own = recipe.engine.tensor_parallel
+        cut = [each for each in fitting_parallel(config.get_text_config()) if each >= own]
+        yield from (with_section(recipe, "engine", tensor_parallel=each) for each in cut)
+        return
+    yield recipe
+    if recipe.model.lora is None:
+        least = -(-recipe.plan.slots // recipe.runtime.instances)  # all instances together hold the versions of the run
+        fewer = range(recipe.num_slots - 1, least - 1, -1)
+        yield from (with_section(recipe, "runtime", slots=each) for each in fewer)
 
 
 def _fits(plan: Any, recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> bool:

@@ -66,6 +66,7 @@ from stretto.training.sharding import SHARDED_FROM
 
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
 SLACK_SHARE = 0.05  # of the memory that is free at the start
+DOES_NOT_FIT = "the run does not fit: "
 MIN_TRAJECTORIES = 2  # of the longest kind that must fit at once; one alone is never batched
 
 
@@ -309,8 +310,11 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
         )
         if instances > 1:
             what = f"on each of `runtime.instances = {instances}` {what}"
+        if need.one_base > free:
+            cut = recipe.engine.type == "vllm" and recipe.runtime.type == "ray"
+            advice = weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
         raise RecipeError(
-            f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
+            f"{DOES_NOT_FIT}{gib(free)} of the device are free; {need}; that leaves "
             f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
     return asked or min(rows * one, left)
@@ -332,15 +336,24 @@ def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
         lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
     if rollout.kv_tokens is not None:
         lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
-    adapters = " or train adapters, `model.lora = { rank = 16 }`" if recipe.model.lora is None else ""
+    full = recipe.model.lora is None
+    if full and recipe.engine.type == "native" and recipe.runtime.instances > 1 and recipe.num_slots > 1:
+        lower.append(f"`runtime.slots` (now {recipe.num_slots} for each instance)")
+    checkpointing = ", or set `training.checkpointing = true`" if trains and not recipe.training.checkpointing else ""
+    adapters = ", or train adapters, `model.lora = { rank = 16 }`" if full else ""
     free = ", or free memory that other processes hold" if here else ""
-    return f"Lower {', '.join(lower)}{',' * bool(adapters)}{adapters}{free}"
+    return f"Lower {', '.join(lower)}{checkpointing}{adapters}{free}"
+
+
+def weights_alone(need: Footprint) -> str:
+    """Returns what to do if not even the weights of the model fit, where no other option helps."""
+    return f"The weights alone take {gib(need.one_base)}: use a larger device or a smaller model"
 
 
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
     """Returns the error for a run whose plan was too low: memory ran out while engines and trainer were made."""
     return RecipeError(
-        f"the run does not fit: memory ran out while it was built ({first_line(error)}). Planned were {need}, "
+        f"{DOES_NOT_FIT}memory ran out while it was built ({first_line(error)}). Planned were {need}, "
         f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe)}"
     )
 

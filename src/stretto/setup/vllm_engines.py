@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
     text, devices = config.get_text_config(), recipe.engine.tensor_parallel
     if experts := expert_targets(recipe, config):
         raise RecipeError(
-            f'`model.lora.targets` names `{experts[0]}` of experts, which `engine.type = "vllm"` cannot adapt; leave '
-            'it out, or use "native"'
+            f'`model.lora.targets` names `{experts[0]}` of experts, which `engine.type = "vllm"` cannot adapt; it '
+            'serves no mixture of experts at all: use "native"'
         )
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
         raise RecipeError(
@@ -47,10 +48,13 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
             f"`engine.tensor_parallel = {devices}` does not divide the {heads} heads and {kv_heads} key-value heads of "
             f"`{recipe.model.path}`; use one of {', '.join(map(str, fitting))}"
         )
-    if other := sorted(set(lora_targets(recipe, config)) - set(ADAPTABLE)):
+    adapted = lora_targets(recipe, config)
+    if other := sorted(set(adapted) - set(ADAPTABLE)):
+        could = [name for name in ADAPTABLE if name in adapted]
+        fix = f"set `model.lora.targets = {json.dumps(could)}`, or use" if could else "use"
         raise RecipeError(
-            f'`model.lora` adapts `{other[0]}`, which `engine.type = "vllm"` cannot; name in `model.lora.targets` only '
-            f'those of {", ".join(ADAPTABLE)}, or use "native"'
+            f"`model.lora` adapts {', '.join(f'`{each}`' for each in other)} of `{recipe.model.path}`, which "
+            f'`engine.type = "vllm"` cannot; {fix} "native"'
         )
 
 

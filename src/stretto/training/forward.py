@@ -96,8 +96,8 @@ class PackedModel:
         possible = fits(self.model) and (self.flash or not on_cuda)
         if compiled and not possible:
             raise ModelError(
-                f"`compile = true` is for plain decoders, on CUDA in half precision, and `{type(self.model).__name__}` "
-                f"in `{self.head.weight.dtype}` is none: leave it out"
+                "`training.compile = true` is for plain decoders, on CUDA in half precision, and "
+                f"`{type(self.model).__name__}` in `{self.head.weight.dtype}` is none: leave it out"
             )
         if plain and possible:
             tap = RoutingTap(self.model)

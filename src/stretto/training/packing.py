@@ -194,8 +194,9 @@ def _routing(chosen: Sequence[Sample], lengths: NDArray[np.int64], filling: int,
         record = sample.completion.routing
         if record is None:
             raise TrainerError(
-                f"trajectory {sample.trajectory} has no record of its routing, which `training.routing` replays: its "
-                "file is gone (`training.keep_routing`), or its engine made none"
+                f"trajectory {sample.trajectory} has no record of its routing, which `training.routing` replays. A run "
+                "deletes records that its own updates no longer need; one that is to be trained again from its journal "
+                "needs `training.keep_routing = true` from its start"
             )
         expected = (length, shape.layers, shape.chosen)
         if record.shape != expected or (record.size and int(record.max()) >= shape.experts):

@@ -420,7 +420,7 @@ def test_engine_and_trainer_read_lora_targets_alike(model: Any) -> None:
     targets = ("self_attn.q_proj",)
     engine = native(model, versions=(), lora_targets=targets)
     assert engine._slots._adapted.keys() == adapted_modules(model, targets).keys()  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match=r"`lora.targets` has 'q_prj'"):
+    with pytest.raises(ModelError, match=r"`model.lora.targets` has 'q_prj'"):
         native(model, versions=(), lora_targets=("q_proj", "q_prj"))
 
 
