@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.gpu.attention import milliseconds
 from bench.gpu.cells import integers, provenance
+from bench.gpu.floor import measure_rates
 from stretto.engines.native.kernels import expert_decode, layers
 from stretto.engines.native.kernels.expert_decode import TILINGS, Tiling, choose, experts_of_few
 from stretto.engines.native.kernels.experts import grouped_experts
@@ -76,15 +77,9 @@ def error(own: Layer, made: Tensor) -> float:
     return float((made[:CHECKED] - wanted).norm() / wanted.norm())
 
 
-def copy_rate() -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
-    into = torch.empty_like(source)
-    return 2 * source.numel() / (milliseconds(lambda: into.copy_(source), graph=True, repeats=20) / 1e3)
-
-
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    whole, rate, found = layer(max(options.tokens)), copy_rate(), []
+    whole, found = layer(max(options.tokens)), []
+    rate = measure_rates("cuda").bandwidth  # which also brings the device to its full clock
     for tokens in options.tokens:
         own = whole.of(tokens)
         used = len(own.ids.unique())

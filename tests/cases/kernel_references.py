@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing, check_plan
+from stretto.engines.native.kernels.experts import looped_experts
 from stretto.engines.native.kernels.kernel_set import TRITON, PagedKernels
 from stretto.engines.native.kernels.layers import check_activation
 from stretto.engines.native.kernels.prefill_attention import DenseGroup
@@ -228,6 +229,7 @@ REFERENCE = replace(
     add_norm=add_norm,
     split_heads=split_heads,
     gate=gate,
+    experts=looped_experts,
     expert_dtypes=frozenset({torch.float32, torch.bfloat16}),
     paged=PagedKernels(draw, plan_items, paged_decode, paged_extend, dense_causal),
 )

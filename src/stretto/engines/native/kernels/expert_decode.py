@@ -47,7 +47,6 @@ class Tiling(NamedTuple):
 TILINGS: tuple[tuple[int, Tiling, Tiling], ...] = (
     (8, Tiling(16, 32, 128, 4, 3), Tiling(16, 64, 128, 4, 4)),
     (32, Tiling(32, 64, 128, 4, 3), Tiling(32, 64, 128, 4, 4)),
-    (128, Tiling(64, 64, 64, 4, 4), Tiling(64, 128, 64, 4, 4)),
 )
 
 
