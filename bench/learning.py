@@ -53,10 +53,14 @@ ANSWERED = ("eval_before", "eval_after", "staleness", "effective_sample_size", "
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"type": name} for name in OBJECTIVES if name not in ("custom", "distill")},
     "weighted-topr": {"type": "topr", "negative_weight": 0.5},
+    "grpo-half-rate": {"type": "grpo"},
 }
 
 # With one optimizer step, the ratio to the policy at the start of the update is 1, and nothing is clipped.
-TRAINING: dict[str, dict[str, Any]] = {"decoupled-ppo": {"optimizer_steps": 4}}
+TRAINING: dict[str, dict[str, Any]] = {
+    "decoupled-ppo": {"optimizer_steps": 4},
+    "grpo-half-rate": {"learning_rate": tomllib.loads(RECIPE.read_text())["training"]["learning_rate"] / 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
