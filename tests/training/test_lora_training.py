@@ -81,7 +81,7 @@ def test_every_linear_layer_but_the_head_is_adapted_unless_targets_say_otherwise
 def test_targets_that_name_nothing_and_a_second_set_are_refused():
     model = tiny()
     for wrong in ("q_prj", "lm_head", "roj"):
-        with pytest.raises(ModelError, match=f"{wrong}.*there are down_proj"):
+        with pytest.raises(ModelError, match=f"{wrong}.*name some of down_proj"):
             inject_lora(model, 4, 8.0, targets=("q_proj", wrong))
     inject_lora(model, 4, 8.0, targets=("q_proj",))
     with pytest.raises(ModelError, match="already"):
