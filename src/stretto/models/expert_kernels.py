@@ -22,7 +22,7 @@ from stretto.models.triton_jit import kernel, power_of_two, tl
 
 GROUP_BLOCK, GROUP_WARPS = 2_048, 4  # pairs that a program of `group` looks at together
 COMBINE_COLUMNS, COMBINE_WARPS = 512, 4
-GATED_WARPS = 4
+COLUMNS_PER_WARP = 256  # of a program that has a whole row
 
 
 class Grouping(NamedTuple):
@@ -109,6 +109,10 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(d_both + row * 2 * INNER + INNER + columns, (incoming * active).to(kind), mask=inside)
 
 
+def _warps(columns: int) -> int:
+    return max(4, min(16, columns // COLUMNS_PER_WARP))
+
+
 def group(ids: Tensor, groups: int) -> Grouping:
     """Returns the pairs in the order of their groups. `ids` [T, k] are their groups, below `groups`.
 
@@ -143,7 +147,8 @@ def gated(both: Tensor) -> Tensor:
     """Returns `silu(gate) * up` [rows, inner], rounded once; `both` [rows, 2 * inner] has gate and up side by side."""
     rows, inner = both.shape[0], both.shape[1] // 2
     out = both.new_empty(rows, inner)
-    _gated_kernel[(rows,)](both, out, inner, power_of_two(inner), num_warps=GATED_WARPS)
+    columns = power_of_two(inner)
+    _gated_kernel[(rows,)](both, out, inner, columns, num_warps=_warps(columns))
     return out
 
 
@@ -158,10 +163,10 @@ def gated_backward(
     """Returns the gradients of `both` and of the weights [T, k], and `gated(both)` times its weight if asked for."""
     rows, inner = gradient.shape
     d_both, d_weights = torch.empty_like(both), torch.empty_like(weights)
-    times_weight = torch.empty_like(gradient) if scaled else None
+    times_weight, columns = torch.empty_like(gradient) if scaled else None, power_of_two(inner)
     _gated_backward_kernel[(rows,)](
-        both, gradient, weights, order, d_both, d_weights, times_weight, inner, power_of_two(inner), scaled,
-        num_warps=GATED_WARPS,
+        both, gradient, weights, order, d_both, d_weights, times_weight, inner, columns, scaled,
+        num_warps=_warps(columns),
     )  # fmt: skip
     return d_both, d_weights, times_weight
 
