@@ -273,7 +273,9 @@ class RuntimeSection(Options):
     )
     instance_cpus: float = Field(1.0, ge=0, description="CPUs of an instance; may be a fraction")
     instance_gpus: float | None = Field(
-        None, ge=0, description="GPUs of an instance; may be a fraction; default: 1 on CUDA, else 0"
+        None,
+        ge=0,
+        description="GPUs of an instance; may be a fraction; default: 1 on CUDA, or `engine.tensor_parallel`, else 0",
     )
     trainers: int = Field(1, ge=1, description="Ranks of the trainer, which share every update")
     trainer_cpus: float = Field(1.0, ge=0, description="CPUs of a rank; may be a fraction")
