@@ -104,6 +104,7 @@ def child_options(
         kv_bytes=kv_bytes,
         kv_block=block,
         prefill_tokens=recipe.rollout.prefill_tokens,
+        lora_bytes=0 if lora is None else need.versions,
         lora_targets=lora_targets(recipe, config),
         tensor_parallel=recipe.engine.tensor_parallel,
         device_share=_device_share(recipe, need, kv_bytes, device),
@@ -138,7 +139,8 @@ def make_vllm_engine(
 ) -> VllmEngine:
     """Starts a child process with vLLM. Raises `RecipeError` if that cannot be."""
     options = child_options(recipe, model_path, need, device, threads)
-    return VllmEngine(ChildProcess(options), options, kv_tokens=need.kv_tokens, decode=decode)
+    process = ChildProcess(options, answer_s=recipe.runtime.instance_seconds)
+    return VllmEngine(process, options, kv_tokens=need.kv_tokens, decode=decode)
 
 
 def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, decode: Decode) -> VllmEngine:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import prompt_of
-from fake_vllm_child import DIES_OF, FAILS_OF
+from fake_vllm_child import DIES_OF, ENDS_OF, FAILS_OF
 from vllm_cases import Children, options_of, probed_weights
 from vllm_faults import ADAPTER_FAULTS
 
 import stretto.engines.vllm.engine as engine_module
+import stretto.engines.vllm.process as process_module
+from stretto.engines.vllm import frames
+from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.process import ChildProcess
 from stretto.engines.vllm.weight_folders import checksum_of_folder, write_folder
 from stretto.errors import ChecksumError, EngineError, RecipeError, RequestError
 from stretto.models.lora import WEIGHTS_FILE
-from stretto.types import Request, Sampling
+from stretto.types import Request, Sampling, Supports
+
+NONE_YET = Supports(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:
@@ -139,6 +149,8 @@ def test_a_request_that_fails_in_the_child_fails_alone(fake_children: Children, 
         await engine.load(probed_weights("lora", model, 0, fake=True))
         with pytest.raises(RequestError, match="this prompt fails"):
             await engine.generate(Request(0, 0, (FAILS_OF,), 0, Sampling(4)))
+        with pytest.raises(RequestError, match="has ended it without a reason"):
+            await asyncio.wait_for(engine.generate(Request(0, 0, (ENDS_OF,), 0, Sampling(4))), 20)
         assert (await engine.generate(request_of(1))).id == 1
         await engine.close()
 
@@ -168,12 +180,71 @@ def test_an_engine_that_cannot_be_made_says_why() -> None:
         ChildProcess(options_of("missing"), module="fake_vllm_child")
 
 
+def test_a_child_that_is_still_starting_ends_with_its_pipe(tmp_path: Path) -> None:
+    """The driver is killed while vLLM loads the model, and blocks the loop of the child."""
+    ours, theirs = socket.socketpair()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "fake_vllm_child", str(theirs.fileno()), str(folder)]
+    child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
+    theirs.close()
+    pipe = Connection(ours.detach())
+    pipe.send(frames.Start(1, options_of("blocks")))
+    pipe.close()
+    assert child.wait(60) != 0
+    assert not folder.exists()
+
+
+def test_a_start_that_is_interrupted_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ChildProcess] = []
+
+    def interrupted(self: ChildProcess, *_: Any, **__: Any) -> None:
+        made.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChildProcess, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ChildProcess(options_of("model"), module="fake_vllm_child")
+    assert not _is_alive(made[0].pid)
+    assert not made[0].folder.exists()
+
+
+def test_a_call_has_the_deadline_of_the_run(model: Any) -> None:
+    """A load of large weights takes longer than the default, and the run says how long it may."""
+    child = ChildProcess(options_of("model"), answer_s=0.3, module="fake_vllm_child")
+    os.kill(child.pid, signal.SIGSTOP)
+    core = VllmEngine(child, options_of("model"), kv_tokens=512)
+    with pytest.raises(EngineError, match=r"has not answered `load` for 0\.3 s \(`runtime\.instance_seconds`\)"):
+        core.load(probed_weights("lora", model, 0, fake=True))
+    core.close()
+
+
+def test_weights_that_cannot_be_written_are_told_with_the_folder(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model"))
+    folder = core._process.folder
+    core._process.folder = Path("/dev/null")  # no folder can be made in it
+    try:
+        with pytest.raises(EngineError, match=r"version 0 cannot be written to `/dev/null/load-.*set `TMPDIR`"):
+            core.load(probed_weights("lora", model, 0, fake=True))
+    finally:
+        core._process.folder = folder
+    core.close()
+
+
+def test_adapters_are_in_memory_if_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_module, "MEMORY_FOLDER", tmp_path)
+    free = shutil.disk_usage(tmp_path).free
+    small, large = options_of("model", lora_bytes=1 << 20), options_of("model", lora_bytes=free)
+    assert process_module._scratch(small) == tmp_path
+    assert process_module._scratch(large) is None
+    assert process_module._scratch(replace(small, kind="full")) is None
+
+
 @pytest.mark.slow
 def test_a_child_ends_with_its_engine_s_process(tmp_path: Path) -> None:
     """The driver is killed: the child notices by its pipe, and leaves neither processes nor files."""
-    import subprocess
-    import sys
-
     program = (
         "import sys, time\n"
         "from vllm_cases import options_of\n"
@@ -218,6 +289,8 @@ def test_what_truncated_sampling_leaves_is_recorded_over_a_move(fake_children: C
     assert core.capabilities.records_supports
     core.load(probed_weights("lora", model, 0, fake=True))
     core.add(request_of(1, tokens=200, top_k=5))
+    (before,) = core.suspend([1], kv=False)  # a moment after it came: most often before its first token
+    core.add(replace(before, tokens=before.tokens[:0], logprobs=before.logprobs[:0], supports=NONE_YET))
     while core.report().kv_tokens < len(prompt_of(11)) + 3:
         assert core.step() == []
     (out,) = core.suspend([1], kv=False)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stretto import clock
+from stretto.engines.load_reports import Counters, report_of
 from stretto.engines.protocol import Capabilities
 from stretto.engines.stop_strings import ends_in_string
 from stretto.engines.threaded import Failed
@@ -76,8 +77,8 @@ class _Trajectory:
     is_running: bool = False
 
     @property
-    def context(self) -> int:
-        return len(self.request.prompt) + len(self.tokens)
+    def made(self) -> int:
+        return len(self.tokens)
 
     @property
     def recorded(self) -> Supports | None:
@@ -98,20 +99,18 @@ class VllmEngine:
         *,
         kv_tokens: int,
         decode: Callable[[Sequence[int]], str] | None = None,
-        close: Callable[[ChildProcess], None] = ChildProcess.close,
     ) -> None:
-        """`process` was started with `options`. `decode` is needed for stop strings. `close` ends the process."""
+        """`process` was started with `options`. `decode` is needed for stop strings."""
         self.capacity = Capacity(options.slots, options.rows, kv_tokens, options.max_context)
         self.capabilities = replace(CAPABILITIES, records_supports=options.masks)
-        self._process, self._options, self._decode, self._close_process = process, options, decode, close
+        self._process, self._options, self._decode = process, options, decode
         self._layout = f"{options.tensor_parallel} x {options.device}, {options.dtype}"
         self._versions: dict[int, _Version] = {}
         self._held: dict[tuple[int, str], str] = {}  # by version and checksum: what vLLM held when it was loaded
         self._trajectories: dict[int, _Trajectory] = {}  # by the id of the request
         self._by_key: dict[int, _Trajectory] = {}
         self._ended: list[Completion | Failed] = []
-        self._steps = self._tokens = self._prefilled = 0
-        self._busy_s = self._row_s = 0.0
+        self._counters = Counters()
         self._accounted_at = time.perf_counter()
         self._rollout_rows = 0  # that run since then
 
@@ -208,7 +207,7 @@ class VllmEngine:
             self._restore(trajectory, work, held)
         if held.receipt.id not in trajectory.receipts:
             trajectory.receipts = (*trajectory.receipts, held.receipt.id)
-        how, made = request.sampling, len(trajectory.tokens)
+        how, made = request.sampling, trajectory.made
         self._process.send(
             frames.Generate(
                 key=trajectory.key,
@@ -263,7 +262,7 @@ class VllmEngine:
             )
         trajectory.tokens, trajectory.logprobs = suspended.tokens.tolist(), suspended.logprobs.tolist()
         trajectory.receipts = suspended.receipts
-        if suspended.supports is not None:
+        if suspended.supports is not None and made:  # else there is nothing to split, not one empty part
             ends = np.cumsum(suspended.supports.counts)[:-1]
             trajectory.supports = [tuple(each.tolist()) for each in np.split(suspended.supports.tokens, ends)]
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
@@ -325,7 +324,7 @@ class VllmEngine:
 
     def _take_in(self, frame: frames.Tokens) -> None:
         self._account()
-        self._steps += 1
+        self._counters.steps += 1
         now = clock.now()
         for piece in frame.pieces:
             trajectory = self._by_key.get(piece.key)
@@ -341,9 +340,9 @@ class VllmEngine:
         if not trajectory.is_running:
             trajectory.is_running = True
             trajectory.started_at = trajectory.started_at or now
-            prefilled = max(0, trajectory.context - piece.num_cached)
+            prefilled = max(0, len(request.prompt) + trajectory.made - piece.num_cached)
             trajectory.prefilled += prefilled
-            self._prefilled += prefilled
+            self._counters.prefilled += prefilled
             self._rollout_rows += request.priority == 0
         stopped = self._extend(trajectory, piece)
         finish: FinishReason | None = "stop" if stopped else piece.finish
@@ -361,7 +360,7 @@ class VllmEngine:
             trajectory.tokens.append(token)
             trajectory.supports.append(support)
             trajectory.logprobs.append(0.0 if greedy else min(logprob, 0.0))
-            self._tokens += 1
+            self._counters.tokens += 1
             if strings and self._decode is not None and ends_in_string(self._decode, trajectory.tokens, strings):
                 return True
         return False
@@ -387,37 +386,22 @@ class VllmEngine:
     def _account(self) -> None:
         now = time.perf_counter()
         if self._rollout_rows:
-            self._busy_s += now - self._accounted_at
-            self._row_s += (now - self._accounted_at) * self._rollout_rows
+            self._counters.busy_s += now - self._accounted_at
+            self._counters.row_s += (now - self._accounted_at) * self._rollout_rows
         self._accounted_at = now
 
     def report(self) -> EngineStats:
         """Returns the current load and the counters since the start."""
         self._account()
-        everyone = list(self._trajectories.values())
-        versions, longest = dict.fromkeys(self._versions, 0), dict.fromkeys(self._versions, 0)
-        for each in everyone:
-            versions[each.request.version] += 1
-            longest[each.request.version] = max(longest[each.request.version], len(each.tokens))
-        running = [each for each in everyone if each.is_running]
-        return EngineStats(
-            running=len(running),
-            queued=len(everyone) - len(running),
-            kv_tokens=sum(each.context for each in running),
-            versions=versions,
-            longest=longest,
-            steps=self._steps,
-            tokens=self._tokens,
-            prefilled=self._prefilled,
-            busy_s=self._busy_s,
-            row_s=self._row_s,
-        )
+        running = [each for each in self._trajectories.values() if each.is_running]
+        queued = [each for each in self._trajectories.values() if not each.is_running]
+        return report_of(self._versions, running, queued, self._counters)
 
     def close(self) -> None:
         """Ends the child."""
         self._trajectories.clear()
         self._by_key.clear()
-        self._close_process(self._process)
+        self._process.close()
 
 
 def _seed(seed: int, num_tokens: int) -> int:

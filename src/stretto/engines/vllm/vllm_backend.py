@@ -166,9 +166,11 @@ class VllmBackend:
                 made = output.outputs[0]
                 tokens = tuple(made.token_ids)
                 logprobs = tuple(float(d[t].logprob) for d, t in zip(made.logprobs or (), tokens, strict=True))
-                finish = made.finish_reason if made.finish_reason in ("stop", "length") else None
-                if finish is not None:
-                    self._refuse_other_stamps(made)
+                reason = made.finish_reason
+                if reason not in (None, "stop", "length", "abort"):
+                    raise RuntimeError(f"vLLM has ended it with `{reason}`")
+                self._refuse_other_stamps(made)
+                finish = reason if reason != "abort" else None
                 if tokens or finish is not None:
                     num_cached = (output.num_cached_tokens or 0) if first else 0
                     first = False
@@ -177,7 +179,10 @@ class VllmBackend:
             del self._requests[work.key]
 
     def _refuse_other_stamps(self, made: Any) -> None:
-        """Raises `RuntimeError` if vLLM says that it has sampled a token under other weights than the last load."""
+        """Raises `RuntimeError` if vLLM says that it has sampled a token under other weights than the last load.
+
+        It says so with the last output of a request, also of one that was aborted.
+        """
         spans = getattr(made, "weight_versions", None) if self._stamp else None
         if spans and {span.version for span in spans} != {self._stamp}:
             raise RuntimeError(f"vLLM has sampled under the weights {[span.version for span in spans]}")
