@@ -13,11 +13,15 @@ from transformers import Qwen3Config
 
 from stretto.errors import RecipeError
 from stretto.local.components import LocalComponents
+from stretto.models.loading import load_config
+from stretto.models.shapes import shape_folder
 from stretto.models.tiny import tiny_config
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe, parse_recipe
-from stretto.setup.memory import footprint
+from stretto.setup.device import resolved
+from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
-from stretto.setup.vllm_engines import check_vllm_model, child_options
+from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel
 
 CPU = torch.device("cpu")
 
@@ -54,11 +58,26 @@ def test_every_instance_has_a_copy_of_the_base() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
-    config = Qwen3Config(**{**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 4})
+    shape = {**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    config = Qwen3Config(**{**shape, "vocab_size": 190})
     engine, runtime = {"type": "vllm", "tensor_parallel": 8}, {"type": "ray"}
     with pytest.raises(RecipeError, match=r"`engine.tensor_parallel = 8` does not divide the 12 heads.*1, 2, 4, 12"):
         check_vllm_model(recipe_of(engine=engine, runtime=runtime), config)
     check_vllm_model(recipe_of(engine={**engine, "tensor_parallel": 4}, runtime=runtime), config)
+
+
+def test_a_width_or_a_vocabulary_that_does_not_divide_is_refused() -> None:
+    """The heads of Qwen2.5-7B can be cut into 7 parts, and its feed-forward layers and its vocabulary cannot."""
+    config = Qwen3Config(
+        num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944, vocab_size=152_064, hidden_size=3584
+    )
+    assert fitting_parallel(config) == [1, 2, 4]
+    config.intermediate_size, config.vocab_size = 7 * 256, 7 * 64
+    assert fitting_parallel(config) == [1, 2, 4, 28]
+    config.num_key_value_heads = 28
+    assert fitting_parallel(config) == [1, 2, 4, 7, 14, 28]
+    config.vocab_size += 1
+    assert fitting_parallel(config) == [1, 2, 4]
 
 
 def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
@@ -72,6 +91,52 @@ def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
 def test_a_mixture_of_experts_is_refused() -> None:
     with pytest.raises(RecipeError, match="a mixture of experts"):
         check_vllm_model(recipe_of(), build("moe").config)
+
+
+def test_a_mixture_that_names_its_experts_otherwise_is_refused_too() -> None:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        vocab_size=40, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        n_routed_experts=8, intermediate_size=64, moe_intermediate_size=32,
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match="a mixture of experts"):
+        check_vllm_model(recipe_of(model={"path": "deepseek"}, rollout={"paradigm": "synchronous"}), config)
+
+
+def test_a_share_of_the_gpu_limits_the_cache_of_an_instance() -> None:
+    cuda, config = torch.device("cuda", 0), load_config(str(shape_folder("Qwen/Qwen3-8B")))
+
+    def planned(share: float | None, **runtime: Any) -> Any:
+        engine = {"type": "vllm"} if share is None else {"type": "vllm", "gpu_memory": share}
+        rollout, training = {"max_tokens": 16_384}, {"checkpointing": True}
+        made = recipe_of(engine=engine, runtime=runtime, rollout=rollout, training=training)
+        free = free_for_instance(made, cuda, PlannedDevices(8, 141.0)) if runtime else 141 * GIB
+        return footprint(made, config, 40, cuda, free=free, trains=not runtime)
+
+    whole, part = planned(None), planned(0.25)
+    assert part.kv < whole.kv
+    assert part.one_base + part.versions + part.engine + part.kv == pytest.approx(141 / 4 * GIB, rel=1e-3)
+    alone, alone_part = planned(None, type="ray"), planned(0.25, type="ray")
+    assert alone_part.total == pytest.approx(alone.total / 4, rel=1e-3)
+    with pytest.raises(RecipeError, match=r"leaves 0\.0 MiB for KV.*Raise `engine\.gpu_memory` \(now 0\.1\), or lower"):
+        planned(0.1)
+
+
+def test_a_share_of_the_gpu_has_no_effect_on_the_cpu() -> None:
+    made = recipe_of(engine={"type": "vllm", "gpu_memory": 0.5}, runtime={})
+    with pytest.raises(RecipeError, match=r"`engine\.gpu_memory = 0\.5` has no effect on the CPU"):
+        resolved(made, CPU)
+
+
+def test_slots_are_planned_with_the_rank_that_vllm_has() -> None:
+    def versions(rank: int, engine: str = "vllm") -> int:
+        made = recipe_of(model={"path": "tiny", "lora": {"rank": rank}}, engine={"type": engine})
+        return footprint(made, tiny_config(), 40, CPU).versions
+
+    assert versions(20) == versions(32)
+    assert versions(16) < versions(20)
+    assert versions(20, "native") < versions(32, "native")
 
 
 def test_adapters_on_experts_are_refused_by_name() -> None:

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.engines.native.fused import fits
 from stretto.engines.native.kernels.kernel_set import TRITON
+from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
 from stretto.models.lora import inject_lora
@@ -130,7 +131,8 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
     """
     if device.type != "cuda":
         return None
-    share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
+    shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
+    share = min([1.0, *(each for each in shares if each is not None)])
     limit = recipe.runtime.device_gib
     if planned is not None:
         free = total = planned_bytes(recipe, planned)
@@ -157,8 +159,9 @@ def footprint(
     `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
+    total = free
     if on_cuda and free is None:
-        free = free_bytes(recipe, device)
+        free, total = free_bytes(recipe, device), torch.cuda.mem_get_info(device)[1]
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
@@ -166,7 +169,9 @@ def footprint(
     if free is not None and on_cuda:
         per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device)) * kv_copies(recipe, text)
         advice = remedies(recipe, trains=trains, here=here)
-        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free, advice)
+        room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
+        one = longest_trajectory(recipe, longest_prompt)
+        tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
     else:
         per_token = kv_bytes_per_token(text)
         tokens = kv_tokens(recipe, text, longest_prompt)
@@ -257,7 +262,7 @@ def without_kv(
     teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
         base=counted.base,
-        versions=instances * (_extra_slots(recipe) + recipe.num_slots) * version,
+        versions=instances * (_extra_slots(recipe) + recipe.num_slots) * _slot_bytes(recipe, version),
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
@@ -283,6 +288,14 @@ def _extra_slots(recipe: Recipe) -> int:
     return -1 if recipe.model.lora is None else 1
 
 
+def _slot_bytes(recipe: Recipe, version: int) -> int:
+    """Returns the bytes of a slot for a `version` of so many: vLLM's slots have ranks of their own."""
+    lora = recipe.model.lora
+    if recipe.engine.type != "vllm" or lora is None:
+        return version
+    return version * slot_rank(lora.rank) // lora.rank
+
+
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     """Returns the KV tokens of an instance on the CPU: its share of the recipe's, or what its rows need under a cap."""
     if recipe.rollout.kv_tokens is not None:
@@ -292,13 +305,26 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
-def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, advice: str) -> int:
-    """Returns the KV tokens of one instance: its share of the memory that is left, at most what its rows can need.
+def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
+    """Returns the bytes that the KV of all instances in one process may have: `engine.gpu_memory` limits each of them.
+
+    `total` is the memory of the device.
+    """
+    share, instances = recipe.engine.gpu_memory, instances_per_device(recipe)
+    if share is None or recipe.runtime.type != "local":  # on a cluster it limits what the plan begins with
+        return total
+    return instances * (int(share * total) - need.one_base) - need.versions - need.engine
+
+
+def _kv_tokens_on_cuda(
+    recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, room: int, advice: str
+) -> int:
+    """Returns the KV tokens of one instance: its share of the `room` that is left, at most what its rows can need.
 
     `one` is the length of the longest trajectory. Raises `RecipeError` with `advice` if too little memory is left.
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
-    left = max(0, free - need.without_kv) // (per_token * instances)
+    left = room // (per_token * instances)
     asked = None if recipe.rollout.kv_tokens is None else recipe.rollout.kv_tokens // recipe.runtime.instances
     least = min(MIN_TRAJECTORIES, rows) * one if asked is None else asked
     if left < least:
@@ -311,7 +337,7 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
             what = f"on each of `runtime.instances = {instances}` {what}"
         raise RecipeError(
             f"the run does not fit: {gib(free)} of the device are free; {need}; that leaves "
-            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
+            f"{gib(room)} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
     return asked or min(rows * one, left)
 
@@ -334,7 +360,9 @@ def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
         lower.insert(0, f"`rollout.kv_tokens` (now {rollout.kv_tokens}; left out, it is what fits)")
     adapters = " or train adapters, `model.lora = { rank = 16 }`" if recipe.model.lora is None else ""
     free = ", or free memory that other processes hold" if here else ""
-    return f"Lower {', '.join(lower)}{',' * bool(adapters)}{adapters}{free}"
+    share = recipe.engine.gpu_memory
+    begun = "Lower" if share is None else f"Raise `engine.gpu_memory` (now {share:g}), or lower"
+    return f"{begun} {', '.join(lower)}{',' * bool(adapters)}{adapters}{free}"
 
 
 def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engines.vllm import frames
+from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.engines.vllm.releases import check_release, installed_release
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 
 
 class VllmBackend:
@@ -231,7 +230,7 @@ def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
             "enable_lora": True,
             "max_loras": options.slots + 1,
             "max_cpu_loras": options.slots + 1,
-            "max_lora_rank": next(rank for rank in RANKS if rank >= options.lora_rank),
+            "max_lora_rank": slot_rank(options.lora_rank),
             "lora_target_modules": list(options.lora_targets),
         }
     return arguments
