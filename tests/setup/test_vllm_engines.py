@@ -94,14 +94,11 @@ def test_a_mixture_of_experts_is_refused() -> None:
 
 
 def test_a_mixture_that_names_its_experts_otherwise_is_refused_too() -> None:
-    from transformers import DeepseekV3Config
+    from transformers import AriaTextConfig
 
-    config = DeepseekV3Config(
-        vocab_size=40, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        n_routed_experts=8, intermediate_size=64, moe_intermediate_size=32,
-    )  # fmt: skip
+    config = AriaTextConfig(moe_num_experts=8)
     with pytest.raises(RecipeError, match="a mixture of experts"):
-        check_vllm_model(recipe_of(model={"path": "deepseek"}, rollout={"paradigm": "synchronous"}), config)
+        check_vllm_model(recipe_of(model={"path": "aria"}, rollout={"paradigm": "synchronous"}), config)
 
 
 def test_a_share_of_the_gpu_limits_the_cache_of_an_instance() -> None:

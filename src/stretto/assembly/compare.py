@@ -165,6 +165,8 @@ def comparison(
             recipes[name] = load_recipe(recipe, with_engine, compare_as=paradigm)
     for name, resolved in recipes.items():
         _refuse_folder(resolved, folder / name)
+        if resolved.engine.type != "native" and standing(folder / name) != "finished":
+            _refuse_engine(resolved)
     refuse_unwritable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -209,6 +211,19 @@ def _engine_overrides(recipe: Recipe, engine: str) -> list[str]:
     return [] if engine == recipe.engine.type else [f'engine={{type = "{engine}"}}']
 
 
+def _refuse_engine(recipe: Recipe) -> None:
+    """Raises `RecipeError` if the recipe's engine is not installed here and would have to be, or not for its model."""
+    from stretto.assembly.check import describe_release
+    from stretto.models.loading import load_config
+    from stretto.models.tiny import tiny_config_of
+    from stretto.setup.vllm_engines import check_vllm_model
+
+    describe_release(recipe, elsewhere=False)
+    check_vllm_model(
+        recipe, tiny_config_of(recipe.model.path) if recipe.model.is_tiny else load_config(recipe.model.path)
+    )
+
+
 def _refuse_folder(recipe: Recipe, folder: Path) -> None:
     """Raises `RunError` if the folder holds anything but a run of this recipe."""
     match standing(folder):
@@ -229,25 +244,25 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None], train_options
 
     Each run has its own process, so that none inherits the threads, caches or memory of another.
     """
-    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare", *train_options]
+    name, options = folder.name, ["--out", str(folder), "--part-of-compare", *train_options]
     match standing(folder):
         case "finished":
-            say(f"{paradigm}: finished before, taken from {folder}")
+            say(f"{name}: finished before, taken from {folder}")
             return _summary(folder)
         case "stopped":
-            say(f"{paradigm}: continued in {folder}")
+            say(f"{name}: continued in {folder}")
             options.append("--resume")
         case _:
-            say(f"{paradigm}: begins in {folder}")
+            say(f"{name}: begins in {folder}")
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml(), encoding="utf-8")
     status = _train([sys.executable, "-m", "stretto", "train", str(path), *options])
     if status == STOPPED:
         raise ComparisonStoppedError(
-            f"the comparison was stopped in the run under `{paradigm}`, in `{folder}`; the same call continues it"
+            f"the comparison was stopped in the run under `{name}`, in `{folder}`; the same call continues it"
         )
     if status != 0:
-        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above, and `{folder}`")
+        raise RunFailedError(f"the run under `{name}` ended with status {status}: see above, and `{folder}`")
     return _summary(folder)
 
 
