@@ -219,9 +219,8 @@ def _refuse_engine(recipe: Recipe) -> None:
     from stretto.setup.vllm_engines import check_vllm_model
 
     describe_release(recipe, elsewhere=False)
-    check_vllm_model(
-        recipe, tiny_config_of(recipe.model.path) if recipe.model.is_tiny else load_config(recipe.model.path)
-    )
+    path = recipe.model.path
+    check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 
 def _refuse_folder(recipe: Recipe, folder: Path) -> None:
