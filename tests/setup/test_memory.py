@@ -2,22 +2,28 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stretto.engines.native.cache import KVCache
 from stretto.errors import ModelError, RecipeError
 from stretto.models.loading import load_model
+from stretto.models.lora import inject_lora
+from stretto.models.packed_attention import layout_of
 from stretto.models.tiny import WarmStart, tiny_config, tiny_model
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.device import CUDA
 from stretto.setup.memory import footprint, kv_tokens, out_of_memory
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB, activation_bytes, engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.training.forward import PackedModel
 from stretto.training.trainer import LocalTrainer, LoraOptions
 
 CPU = torch.device("cpu")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TOKENS = 256
 BILLIONS = Qwen3Config(
     vocab_size=151_936,
     hidden_size=2048,
@@ -160,6 +166,46 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -
     assert held(16_384) - held(8192) == held(24_576) - held(16_384)
     assert held(8192, checkpointing=True) < held(8192) / 4
     assert held(8192, packed=False) > 1.6 * held(8192), "in half precision"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", ["attention", "experts", "all"])
+def test_what_a_layer_with_experts_keeps_is_what_was_estimated(trained: str, dtype: torch.dtype) -> None:
+    """Each of a token's experts has an output as wide as the stream, and the layer is never compiled."""
+
+    def config_of(layers: int) -> Qwen3MoeConfig:
+        return Qwen3MoeConfig(
+            vocab_size=64, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=32, intermediate_size=512, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=96,
+        )  # fmt: skip
+
+    def kept(layers: int) -> int:
+        model = Qwen3MoeForCausalLM(config_of(layers)).to(dtype)
+        packed = PackedModel(model)
+        if trained != "all":
+            inject_lora(model, 8, 16.0, () if trained == "attention" else (*ATTENTION, "gate_up_proj", "down_proj"))
+        packed.prepare(compiled=False, checkpointing=False, plain=True)
+        sizes, tensors = {}, []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            tensors.append(tensor)
+            return tensor
+
+        weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        tokens = torch.arange(TOKENS) % 64
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed.hidden(tokens, torch.arange(TOKENS), layout_of(np.array([TOKENS]), flash=packed.flash))
+        return sum(sizes.values())
+
+    def estimated(layers: int) -> int:
+        return activation_bytes(
+            config_of(layers), TOKENS, dtype, CPU, packed=True, trains_head=False, checkpointing=False
+        )
+
+    measured = kept(2) - kept(1)
+    assert 0.9 * measured < estimated(2) - estimated(1) < 2 * measured
 
 
 def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:
