@@ -27,6 +27,7 @@ from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
+from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
@@ -73,6 +74,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     shape = _model_shape(recipe, planned)
     config = shape.config
     check_vllm_model(recipe, config)
+    check_expert_slots(recipe, config)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)

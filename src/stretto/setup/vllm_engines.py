@@ -13,10 +13,11 @@ from stretto.engines.vllm.process import ChildProcess
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
-from stretto.models.lora import adapted_experts, adapted_modules
+from stretto.models.lora import adapted_modules
 from stretto.models.routing import is_mixture
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
+from stretto.setup.expert_checks import expert_targets
 from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
 
@@ -82,21 +83,10 @@ def lora_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
     """Returns the last parts of the names of the layers that the recipe adapts; none with full weights."""
     if recipe.model.lora is None:
         return ()
-    names = adapted_modules(_without_weights(config), recipe.model.lora.targets)
-    return tuple(sorted({name.rpartition(".")[2] for name in names}))
-
-
-def expert_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Returns the names of the Parameters of experts that the recipe adapts."""
-    if recipe.model.lora is None:
-        return ()
-    found = adapted_experts(_without_weights(config), recipe.model.lora.targets)
-    return tuple(sorted({each for projections in found.values() for each in projections}))
-
-
-def _without_weights(config: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    names = adapted_modules(model, recipe.model.lora.targets)
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def child_options(
