@@ -284,6 +284,23 @@ def test_the_signal_that_ended_a_child_is_told() -> None:
     child.close()
 
 
+def test_frames_with_parts_of_one_step_count_as_one_step(fake_children: Children) -> None:
+    """vLLM hands out a step of more than 128 rows in several parts. The loop takes a step for a token of each row."""
+    core = fake_children.core(options_of("model"))
+
+    def steps(*parts: tuple[int, ...], tokens: int = 1) -> int:
+        before = core.report().steps
+        for keys in parts:
+            made = tuple(range(tokens)), (-1.0,) * tokens
+            core._take_in(frames.Tokens(tuple(frames.Piece(1_000_000 + key, *made) for key in keys)))
+        return core.report().steps - before
+
+    assert steps((1, 2), (3, 4), (1, 2), (3, 4)) == 2
+    assert steps((1, 2, 3, 4), (1, 2, 3, 4)) == 2
+    assert steps((1,), tokens=3) == 3
+    core.close()
+
+
 def test_what_truncated_sampling_leaves_is_recorded_over_a_move(fake_children: Children, model: Any) -> None:
     core = fake_children.core(options_of("model", masks=True))
     assert core.capabilities.records_supports

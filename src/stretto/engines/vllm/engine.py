@@ -111,6 +111,7 @@ class VllmEngine:
         self._by_key: dict[int, _Trajectory] = {}
         self._ended: list[Completion | Failed] = []
         self._counters = Counters()
+        self._in_step: set[int] = set()  # keys of requests that have a token of the present step
         self._accounted_at = time.perf_counter()
         self._rollout_rows = 0  # that run since then
 
@@ -324,12 +325,23 @@ class VllmEngine:
 
     def _take_in(self, frame: frames.Tokens) -> None:
         self._account()
-        self._counters.steps += 1
+        self._count_steps(frame)
         now = clock.now()
         for piece in frame.pieces:
             trajectory = self._by_key.get(piece.key)
             if trajectory is not None:  # else it was aborted because a string stopped it
                 self._continue(trajectory, piece, now)
+
+    def _count_steps(self, frame: frames.Tokens) -> None:
+        """Counts the steps of vLLM in which the tokens of a frame were made.
+
+        vLLM hands out a step of many rows in parts, so frames whose requests differ may be of one step. If it is read
+        late, one piece has the tokens of several.
+        """
+        keys = {piece.key for piece in frame.pieces}
+        is_new = not self._in_step or not self._in_step.isdisjoint(keys)
+        self._in_step = keys if is_new else self._in_step | keys
+        self._counters.steps += is_new + max([0, *(len(piece.tokens) - 1 for piece in frame.pieces)])
 
     def _continue(self, trajectory: _Trajectory, piece: frames.Piece, now: float) -> None:
         request = trajectory.request
