@@ -11,6 +11,8 @@ import torch
 from engine_cases import SHAPE, build
 from transformers import Qwen3Config
 
+import stretto.local.pool as local_pool
+from stretto.engines.vllm.process import START_S
 from stretto.errors import RecipeError
 from stretto.local.components import LocalComponents
 from stretto.models.loading import load_config
@@ -21,7 +23,7 @@ from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.device import resolved
 from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
-from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel
+from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel, make_vllm_instance
 
 CPU = torch.device("cpu")
 
@@ -47,6 +49,26 @@ def test_the_options_of_a_child_follow_from_the_plan(tmp_path: Path) -> None:
     assert options.kv_bytes % (options.kv_block * per_token) == 0
     assert options.max_context <= need.kv_tokens
     assert set(options.lora_targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_child_has_the_deadlines_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster an instance has half an hour to start, and a call as long as the recipe says."""
+    tiny_config().save_pretrained(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    class Process:
+        def __init__(self, options: Any, **deadlines: Any) -> None:
+            asked.append(deadlines)
+
+    pytest.importorskip("ray")
+    import stretto.cluster.pool as cluster_pool
+
+    monkeypatch.setattr("stretto.setup.vllm_engines.ChildProcess", Process)
+    made = recipe_of(runtime={"device": "cpu", "type": "ray", "instance_seconds": 900})
+    make_vllm_instance(made, str(tmp_path), 40, decode=str)
+    assert asked == [{"start_s": 1740.0, "answer_s": 900.0}]
+    assert asked[0]["start_s"] < cluster_pool.START_S
+    assert START_S < local_pool.START_S
 
 
 def test_every_instance_has_a_copy_of_the_base() -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.frames import ChildOptions
-from stretto.engines.vllm.process import ChildProcess
+from stretto.engines.vllm.process import START_S, ChildProcess
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
@@ -25,6 +25,7 @@ ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 """The last parts of the names of the layers that vLLM adapts in every plain decoder."""
 KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens
 MAX_SHARE = 0.95  # of the memory of a GPU
+CLUSTER_START_S = 1_740.0  # for vLLM to load the largest models: a cluster waits a minute longer for an instance
 MAX_PARALLEL = 64  # devices of an instance, as the recipe allows
 VOCABULARY_BLOCK = 64  # vLLM pads the vocabulary to a multiple of this
 
@@ -145,10 +146,11 @@ def make_vllm_engine(
     decode: Decode,
     *,
     threads: int | None = None,
+    start_s: float = START_S,
 ) -> VllmEngine:
-    """Starts a child process with vLLM. Raises `RecipeError` if that cannot be."""
+    """Starts a child process with vLLM. Raises `RecipeError` if that cannot be, or takes longer than `start_s`."""
     options = child_options(recipe, model_path, need, device, threads)
-    process = ChildProcess(options, answer_s=recipe.runtime.instance_seconds)
+    process = ChildProcess(options, start_s=start_s, answer_s=recipe.runtime.instance_seconds)
     return VllmEngine(process, options, kv_tokens=need.kv_tokens, decode=decode)
 
 
@@ -158,4 +160,4 @@ def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, dec
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
     need = footprint(recipe, load_config(model_path), longest_prompt, device, free=free, trains=False)
-    return make_vllm_engine(recipe, model_path, need, device, decode)
+    return make_vllm_engine(recipe, model_path, need, device, decode, start_s=CLUSTER_START_S)

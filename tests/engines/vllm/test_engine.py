@@ -180,6 +180,11 @@ def test_an_engine_that_cannot_be_made_says_why() -> None:
         ChildProcess(options_of("missing"), module="fake_vllm_child")
 
 
+def test_a_child_that_takes_too_long_to_start_is_ended() -> None:
+    with pytest.raises(RecipeError, match=r"cannot be made: the child process has not answered `start` for 0\.2 s"):
+        ChildProcess(options_of("blocks"), start_s=0.2, module="fake_vllm_child")
+
+
 def test_a_child_that_is_still_starting_ends_with_its_pipe(tmp_path: Path) -> None:
     """The driver is killed while vLLM loads the model, and blocks the loop of the child."""
     ours, theirs = socket.socketpair()

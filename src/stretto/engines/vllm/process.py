@@ -33,10 +33,18 @@ MEMORY_FOLDER = Path("/dev/shm")  # holds files in memory, on Linux
 class ChildProcess:
     """A child that has started, with a folder for weights on their way to it. One thread uses it."""
 
-    def __init__(self, options: frames.ChildOptions, *, answer_s: float = ANSWER_S, module: str = MODULE) -> None:
+    def __init__(
+        self,
+        options: frames.ChildOptions,
+        *,
+        start_s: float = START_S,
+        answer_s: float = ANSWER_S,
+        module: str = MODULE,
+    ) -> None:
         """Starts the child and waits until its engine is ready. Raises `RecipeError` if it cannot be made.
 
-        `answer_s` is the deadline of every later call. A load reads the file of the weights several times.
+        `start_s` is the deadline for that, and `answer_s` that of every later call. A load reads the file of the
+        weights several times.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="stretto-vllm-", dir=_scratch(options)))
         self._log = self.folder / "child.log"
@@ -63,7 +71,7 @@ class ChildProcess:
             theirs.close()
         self._pipe = Connection(ours.detach())
         try:
-            answer = self.call(lambda call: frames.Start(call, options), deadline_s=START_S)
+            answer = self.call(lambda call: frames.Start(call, options), deadline_s=start_s)
         except (EngineError, ChecksumError) as error:
             text, said = str(error), self._last_lines()
             self.close()
