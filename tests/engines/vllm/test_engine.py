@@ -289,6 +289,24 @@ def test_the_signal_that_ended_a_child_is_told() -> None:
     child.close()
 
 
+def test_the_time_until_the_first_token_counts_as_work(fake_children: Children, model: Any) -> None:
+    """It is the time of prefilling, and the loop measures how fast that is."""
+    core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.add(replace(request_of(1), priority=1))
+    time.sleep(0.05)
+    assert core.report().busy_s == 0, "evaluation does not count"
+    for number in range(2, 2 + 2 * core.capacity.rows):
+        core.add(request_of(number))
+    before = core.report()
+    time.sleep(0.05)
+    after = core.report()
+    assert after.busy_s - before.busy_s >= 0.05
+    rows = (after.row_s - before.row_s) / (after.busy_s - before.busy_s)
+    assert rows == pytest.approx(core.capacity.rows), "the others are queued"
+    core.close()
+
+
 def test_frames_with_parts_of_one_step_count_as_one_step(fake_children: Children) -> None:
     """vLLM hands out a step of more than 128 rows in several parts. The loop takes a step for a token of each row."""
     core = fake_children.core(options_of("model"))

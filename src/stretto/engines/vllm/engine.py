@@ -113,7 +113,7 @@ class VllmEngine:
         self._counters = Counters()
         self._in_step: set[int] = set()  # keys of requests that have a token of the present step
         self._accounted_at = time.perf_counter()
-        self._rollout_rows = 0  # that run since then
+        self._num_rollouts = 0  # trajectories that the child has had since then, without those of evaluation
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +225,8 @@ class VllmEngine:
                 supports=how.truncates and how.supports,
             )
         )
+        self._account()
+        self._num_rollouts += request.priority == 0
         self._trajectories[request.id] = self._by_key[trajectory.key] = trajectory
 
     def _check(self, request: Request) -> None:
@@ -304,7 +306,7 @@ class VllmEngine:
     def _forget(self, trajectory: _Trajectory) -> None:
         self._account()
         del self._trajectories[trajectory.request.id], self._by_key[trajectory.key]
-        self._rollout_rows -= trajectory.is_running and trajectory.request.priority == 0
+        self._num_rollouts -= trajectory.request.priority == 0
 
     def shrink(self, kv_tokens: int) -> None:
         """Raises `RequestError`: vLLM's cache has one size for its life."""
@@ -355,7 +357,6 @@ class VllmEngine:
             prefilled = max(0, len(request.prompt) + trajectory.made - piece.num_cached)
             trajectory.prefilled += prefilled
             self._counters.prefilled += prefilled
-            self._rollout_rows += request.priority == 0
         stopped = self._extend(trajectory, piece)
         finish: FinishReason | None = "stop" if stopped else piece.finish
         if stopped and piece.finish is None:
@@ -396,10 +397,11 @@ class VllmEngine:
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def _account(self) -> None:
+        """Adds the time since the last call. A trajectory has a row as soon as there is one: it is prefilled then."""
         now = time.perf_counter()
-        if self._rollout_rows:
+        if rows := min(self._num_rollouts, self.capacity.rows):
             self._counters.busy_s += now - self._accounted_at
-            self._counters.row_s += (now - self._accounted_at) * self._rollout_rows
+            self._counters.row_s += (now - self._accounted_at) * rows
         self._accounted_at = now
 
     def report(self) -> EngineStats:
