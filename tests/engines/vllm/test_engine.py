@@ -143,6 +143,30 @@ def test_a_child_that_dies_ends_its_engine_and_nothing_else(fake_children: Child
     asyncio.run(main())
 
 
+def test_what_ended_before_the_child_did_is_not_lost(
+    fake_children: Children, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.add(request_of(1, tokens=2))
+    core.add(request_of(2, tokens=400))
+    first = core._trajectories[1].key
+    sent: list[Any] = [frames.Tokens((frames.Piece(first, (5, 6), (-1.0, -2.0), "length"),))]
+
+    def receive(timeout_s: float) -> Any:
+        if not sent:
+            raise EngineError("the child is gone")
+        return sent.pop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core._process, "receive", receive)
+        (done,) = core.step()
+        assert (done.id, done.tokens.tolist()) == (1, [5, 6])
+        with pytest.raises(EngineError, match="the child is gone"):
+            core.step()
+    core.close()
+
+
 def test_a_request_that_fails_in_the_child_fails_alone(fake_children: Children, model: Any) -> None:
     async def main() -> None:
         engine = fake_children.engine(options_of("model"))

@@ -28,7 +28,7 @@ from stretto.engines.vllm import frames
 from stretto.engines.vllm.process import ChildProcess
 from stretto.engines.vllm.receipts import make_receipt
 from stretto.engines.vllm.weight_folders import write_folder
-from stretto.errors import ChecksumError, RequestError, VersionNotResidentError
+from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
 from stretto.types import (
     Capacity,
     Completion,
@@ -315,12 +315,19 @@ class VllmEngine:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Completion | Failed]:
-        """Takes in what the child has sent; waits a moment if that is nothing. Returns the trajectories that ended."""
+        """Takes in what the child has sent; waits a moment if that is nothing. Returns the trajectories that ended.
+
+        Those that ended before the child did are returned first; the next step raises `EngineError`.
+        """
         wait_s = 0.0 if self._ended else WAIT_S
-        while (frame := self._process.receive(wait_s)) is not None:
-            if isinstance(frame, frames.Tokens):
-                self._take_in(frame)
-            wait_s = 0.0
+        try:
+            while (frame := self._process.receive(wait_s)) is not None:
+                if isinstance(frame, frames.Tokens):
+                    self._take_in(frame)
+                wait_s = 0.0
+        except EngineError:
+            if not self._ended:
+                raise
         self._account()
         ended, self._ended = self._ended, []
         return ended

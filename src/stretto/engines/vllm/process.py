@@ -51,6 +51,7 @@ class ChildProcess:
         self._numbers = itertools.count(1)
         self._answer_s = answer_s
         self._is_closed = False
+        self._failure: EngineError | None = None  # that the child has told of
         ours, theirs = socket.socketpair()
         try:
             with self._log.open("wb") as log:
@@ -100,13 +101,16 @@ class ChildProcess:
             raise self._gone() from error
 
     def receive(self, timeout_s: float) -> frames.FromChild | None:
-        """Returns the next frame, or None if none comes in time. Raises `EngineError` if the child is gone."""
+        """Returns the next frame, or None if none comes in time. Raises `EngineError`, every time, if it is gone."""
+        if self._failure is not None:
+            raise self._failure
         try:
             frame: frames.FromChild | None = self._pipe.recv() if self._pipe.poll(timeout_s) else None
         except (EOFError, OSError) as error:
             raise self._gone() from error
         if isinstance(frame, frames.Failure):
-            raise EngineError(f"{frame.text}{self._last_lines()}")
+            self._failure = EngineError(f"{frame.text}{self._last_lines()}")
+            raise self._failure
         return frame
 
     def call(
