@@ -8,11 +8,13 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stretto.engines.native.cache import KVCache
+from stretto.engines.native.expert_slots import slot_experts
+from stretto.engines.native.lora_slots import SlotMask
 from stretto.errors import ModelError, RecipeError
 from stretto.models.loading import load_model
 from stretto.models.lora import inject_lora
 from stretto.models.packed_attention import layout_of
-from stretto.models.tiny import WarmStart, tiny_config, tiny_model
+from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_config
 from stretto.recipe.schema import Recipe, parse_recipe
 from stretto.setup.device import CUDA
 from stretto.setup.memory import footprint, kv_tokens, out_of_memory
@@ -76,6 +78,17 @@ def test_what_is_planned_for_a_version_is_what_the_trainer_publishes(lora: bool,
     trainer = LocalTrainer(model, lora=LoraOptions(rank=4) if lora else None)
     published = sum(tensor.numel() * tensor.element_size() for tensor in trainer.weights(0).tensors.values())
     assert published * made.num_slots == need.versions
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_slots_of_adapters_on_experts_are_planned_as_the_engine_pads_them(rank: int) -> None:
+    lora = {"rank": rank, "targets": ["gate_up_proj", "down_proj"]}
+    model = {"path": "tiny-moe", "dtype": "bfloat16", "lora": lora}
+    made = parse_recipe({"model": model, "task": {"type": "countdown-chain"}})
+    tree = Qwen3MoeForCausalLM(tiny_moe_config()).to(torch.bfloat16)
+    slots = slot_experts(tree, tuple(lora["targets"]), made.num_slots, rank, SlotMask(made.num_slots, rank, CPU))
+    held = sum(factor.nbytes for each in slots.values() for factor in each.factors)
+    assert footprint(made, tiny_moe_config(), 16, CPU).versions == held
 
 
 def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:

@@ -41,6 +41,8 @@ from stretto.engines.native.kernels.kernel_set import TRITON
 from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
+from stretto.models.expert_adapters import ExpertAdapter
+from stretto.models.expert_products import aligned_rank
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
@@ -250,6 +252,7 @@ def without_kv(
     num_trained, devices = counted.num_trained, recipe.engine.tensor_parallel
     version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
     half, full = dtype != torch.float32, lora is None
+    slots = recipe.num_slots + _extra_slots(recipe)
     activations = activation_bytes(
         text,
         micro_batch_tokens(recipe, longest_trajectory(recipe, longest_prompt)),
@@ -262,7 +265,7 @@ def without_kv(
     teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
         base=counted.base,
-        versions=instances * (_extra_slots(recipe) + recipe.num_slots) * _slot_bytes(recipe, version),
+        versions=instances * slots * _slot_bytes(recipe, counted.model, version, dtype),
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
@@ -288,12 +291,19 @@ def _extra_slots(recipe: Recipe) -> int:
     return -1 if recipe.model.lora is None else 1
 
 
-def _slot_bytes(recipe: Recipe, version: int) -> int:
-    """Returns the bytes of a slot for a `version` of so many: vLLM's slots have ranks of their own."""
+def _slot_bytes(recipe: Recipe, model: Any, version: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a slot for a `version` of so many: engines have slots for some ranks only.
+
+    Those of vLLM are for a few ranks. Those of the native engine have padded adapters on experts.
+    """
     lora = recipe.model.lora
-    if recipe.engine.type != "vllm" or lora is None:
+    if lora is None:
         return version
-    return version * slot_rank(lora.rank) // lora.rank
+    if recipe.engine.type == "vllm":
+        return version * slot_rank(lora.rank) // lora.rank
+    adapters = [module for module in model.modules() if isinstance(module, ExpertAdapter)]
+    on_experts = sum(parameter.numel() for adapter in adapters for parameter in adapter.parameters()) * dtype.itemsize
+    return version + on_experts * (aligned_rank(lora.rank, dtype) - lora.rank) // lora.rank
 
 
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
