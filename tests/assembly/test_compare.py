@@ -143,6 +143,31 @@ def test_each_engine_has_a_row_for_each_paradigm_that_it_serves(
         rows(engines=["sglang"])
 
 
+@pytest.mark.parametrize(
+    ("release", "path", "why"), [(None, "tiny", "needs vLLM, which is not"), ("0.32.0", "tiny-moe", "a mixture of")]
+)
+def test_an_engine_that_cannot_run_is_refused_before_any_run_begins(
+    release: str | None, path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"tiny"', f'"{path}"') + "[model.lora]\nrank = 4\n")
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: release)
+    monkeypatch.setattr(compare, "_train", lambda words: pytest.fail("a run begins"))
+    with pytest.raises(RecipeError, match=why):
+        compare.compare(tmp_path / "recipe.toml", folder=tmp_path / "out", engines=["native", "vllm"])
+
+
+def test_the_run_that_begins_is_named_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setattr(compare, "_train", lambda words: 2)
+    said: list[str] = []
+    rows = comparison(
+        tmp_path / "recipe.toml", [], paradigms=["drop"], engines=["native"], folder=tmp_path / "out", say=said.append
+    )
+    with pytest.raises(RunError, match="the run under `drop-native` ended with status 2"):
+        next(rows)
+    assert said == [f"drop-native: begins in {tmp_path / 'out' / 'drop-native'}"]
+
+
 def test_a_comparison_of_engines_has_a_column_for_them() -> None:
     rest = {
         "staleness_bound": 2, "tokens_per_second": 123_456.0, "wall_seconds": 1234.5, "trainer_idle_share": 0.5,

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from run_cases import assert_verifies, recipe, rows, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 import stretto
+from stretto.engines.vllm.process import MEMORY_FOLDER
 from stretto.errors import RecipeError
 from stretto.models.tiny import tiny_config, tiny_moe_config, tiny_tokenizer
 from stretto.recipe.reading import load_recipe
@@ -256,6 +258,7 @@ def test_instances_on_a_cluster_have_a_child_each(models: dict[str, Path], tmp_p
     made = tiny("qwen3-8b-vllm", models, EARNING, *changes, *more)
     (tmp_path / "recipe.toml").write_text(made.source_toml())
     path = os.pathsep.join([str(FAKE), *sys.path])
+    before = set(MEMORY_FOLDER.glob("stretto-vllm-*"))
     done = subprocess.run(
         [sys.executable, "-m", "stretto", "train", "recipe.toml", "--out", "run"],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
@@ -263,6 +266,10 @@ def test_instances_on_a_cluster_have_a_child_each(models: dict[str, Path], tmp_p
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "8 of the completions by receipt" in assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(DISTINCT instance) FROM receipts") == [(2,)]
+    deadline = time.monotonic() + 30
+    while left := set(MEMORY_FOLDER.glob("stretto-vllm-*")) - before:  # perhaps those of another test
+        assert time.monotonic() < deadline, f"children have left {left}"
+        time.sleep(0.1)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ STEP_S = 0.001
 VOCABULARY, MEDIAN = 40, 60.0
 DIES_OF = 39  # a prompt of this token alone kills the child
 FAILS_OF = 38  # and one of this token fails
+ENDS_OF = 37  # and one of this token ends after a token, without a reason
 
 
 def digest_of(tensors: Mapping[str, Any]) -> bytes:
@@ -61,6 +63,8 @@ class FakeBackend:
     async def start(self, options: frames.ChildOptions) -> frames.Ready:
         if options.model == "missing":
             raise RuntimeError("there is no such model")
+        if options.model == "blocks":
+            time.sleep(600)  # as vLLM blocks the loop while it starts
         self._rows = options.rows
         return frames.Ready("vllm 0.0.fake")
 
@@ -103,7 +107,7 @@ class FakeBackend:
             digest, normal = self._digest(work.number), np.random.default_rng(work.seed).normal()
             total = min(work.max_tokens, max(1, round(MEDIAN * float(np.exp(normal)))))
             for place in range(total):
-                if work.key in self._aborted:
+                if work.key in self._aborted or (work.prompt == (ENDS_OF,) and place):
                     return
                 await asyncio.sleep(STEP_S)
                 token = int(VOCABULARY * _uniform(digest, work.prompt, work.seed, place))

@@ -49,7 +49,7 @@ def options_of(model: str, **changes: Any) -> frames.ChildOptions:
 
 
 class Children:
-    """Children by their options. One that an engine is done with is reset, and serves the next."""
+    """Children by their options. One that an engine is done with serves the next."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self.module = module
@@ -61,16 +61,7 @@ class Children:
         free = self._free.setdefault(options, [])
         os.environ[VARIABLE] = str(self.fault_file)  # a child that starts now reads it
         process = free.pop() if free else ChildProcess(options, module=self.module)
-
-        def release(child: ChildProcess) -> None:
-            try:
-                child.call(frames.Reset)
-            except EngineError:
-                child.close()
-            else:
-                free.append(child)
-
-        return VllmEngine(process, options, kv_tokens=KV_TOKENS, decode=decode, close=release)
+        return _Borrowing(process, options, free, decode)
 
     def engine(self, options: frames.ChildOptions, **more: Any) -> ThreadedEngine:
         return ThreadedEngine(lambda: self.core(options, **more), name="vllm")
@@ -87,6 +78,30 @@ class Children:
     def close(self) -> None:
         for process in [process for free in self._free.values() for process in free]:
             process.close()
+
+
+class _Borrowing(VllmEngine):
+    """An engine that leaves its child without requests and versions to the next engine, if the child still works."""
+
+    def __init__(
+        self,
+        process: ChildProcess,
+        options: frames.ChildOptions,
+        free: list[ChildProcess],
+        decode: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        super().__init__(process, options, kv_tokens=KV_TOKENS, decode=decode)
+        self._free = free
+
+    def close(self) -> None:
+        try:
+            self.abort(list(self._trajectories))
+            for version in list(self._versions):
+                self.unload(version)
+        except EngineError:
+            super().close()
+        else:
+            self._free.append(self._process)
 
 
 def probed(weights: Weights, model: Any, *, fake: bool) -> Weights:

@@ -32,6 +32,8 @@ def test_the_native_engine_is_the_default_and_vllm_serves_adapters() -> None:
         ({"rollout": {"min_p": 0.1}}, "`rollout.min_p = 0.1` is refused"),
         ({"rollout": {"temperature": 2.5}}, "`rollout.temperature = 2.5` is refused"),
         ({"evaluation": {"temperature": 2.5}}, "`evaluation.temperature = 2.5` is refused"),
+        ({"rollout": {"temperature": 0.005}}, "`rollout.temperature = 0.005` is refused"),
+        ({"evaluation": {"temperature": 1e-9}}, "`evaluation.temperature = 1e-09` is refused"),
         ({"model": {"path": "tiny", "lora": {"rank": 1024}}}, "`model.lora.rank = 1024` is refused"),
         ({"runtime": {"deterministic": True}}, "`runtime.deterministic = true` is refused"),
         ({"engine": {"type": "vllm", "tensor_parallel": 2}}, "`engine.tensor_parallel = 2` needs a cluster"),

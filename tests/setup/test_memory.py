@@ -2,23 +2,32 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stretto.engines.native.cache import KVCache
+from stretto.engines.native.expert_slots import slot_experts
+from stretto.engines.native.lora_slots import SlotMask
 from stretto.errors import ModelError, RecipeError
-from stretto.models.loading import load_model
-from stretto.models.tiny import WarmStart, tiny_config, tiny_model
+from stretto.models.loading import load_config, load_model
+from stretto.models.lora import inject_lora
+from stretto.models.packed_attention import layout_of
+from stretto.models.shapes import shape_folder
+from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_config
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA
 from stretto.setup.memory import footprint, kv_tokens, out_of_memory
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB, activation_bytes, engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.training.forward import PackedModel
 from stretto.training.trainer import LocalTrainer, LoraOptions
 
 CPU = torch.device("cpu")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TOKENS = 256
 BILLIONS = Qwen3Config(
     vocab_size=151_936,
     hidden_size=2048,
@@ -71,6 +80,17 @@ def test_what_is_planned_for_a_version_is_what_the_trainer_publishes(lora: bool,
     trainer = LocalTrainer(model, lora=LoraOptions(rank=4) if lora else None)
     published = sum(tensor.numel() * tensor.element_size() for tensor in trainer.weights(0).tensors.values())
     assert published * made.num_slots == need.versions
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_slots_of_adapters_on_experts_are_planned_as_the_engine_pads_them(rank: int) -> None:
+    lora = {"rank": rank, "targets": ["gate_up_proj", "down_proj"]}
+    model = {"path": "tiny-moe", "dtype": "bfloat16", "lora": lora}
+    made = parse_recipe({"model": model, "task": {"type": "countdown-chain"}})
+    tree = Qwen3MoeForCausalLM(tiny_moe_config()).to(torch.bfloat16)
+    slots = slot_experts(tree, tuple(lora["targets"]), made.num_slots, rank, SlotMask(made.num_slots, rank, CPU))
+    held = sum(factor.nbytes for each in slots.values() for factor in each.factors)
+    assert footprint(made, tiny_moe_config(), 16, CPU).versions == held
 
 
 def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:
@@ -161,6 +181,62 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -
     assert held(16_384) - held(8192) == held(24_576) - held(16_384)
     assert held(8192, checkpointing=True) < held(8192) / 4
     assert held(8192, packed=False) > 1.6 * held(8192), "in half precision"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", ["attention", "experts", "all"])
+def test_what_a_layer_with_experts_keeps_is_what_was_estimated(trained: str, dtype: torch.dtype) -> None:
+    """On a CPU: each of a token's experts has an output as wide as the stream, and the layer is not compiled."""
+
+    def config_of(layers: int) -> Qwen3MoeConfig:
+        return Qwen3MoeConfig(
+            vocab_size=64, hidden_size=256, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=32, intermediate_size=512, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=96,
+        )  # fmt: skip
+
+    def kept(layers: int) -> int:
+        model = Qwen3MoeForCausalLM(config_of(layers)).to(dtype)
+        packed = PackedModel(model)
+        if trained != "all":
+            inject_lora(model, 8, 16.0, () if trained == "attention" else (*ATTENTION, "gate_up_proj", "down_proj"))
+        packed.prepare(compiled=False, checkpointing=False, plain=True)
+        sizes, tensors = {}, []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            tensors.append(tensor)
+            return tensor
+
+        weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        tokens = torch.arange(TOKENS) % 64
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed.hidden(tokens, torch.arange(TOKENS), layout_of(np.array([TOKENS]), flash=packed.flash))
+        return sum(sizes.values())
+
+    def estimated(layers: int) -> int:
+        return activation_bytes(
+            config_of(layers), TOKENS, dtype, CPU, packed=True, trains_head=False, checkpointing=False
+        )
+
+    measured = kept(2) - kept(1)
+    assert 0.9 * measured < estimated(2) - estimated(1) < 2 * measured
+
+
+def test_what_the_kernels_of_experts_keep_is_what_an_h200_measured() -> None:
+    """12 layers of Qwen3-30B-A3B with LoRA: 31.2 GiB at 16,384 tokens a micro-batch, 47.1 GiB at 32,768."""
+    config = load_config(str(shape_folder("Qwen/Qwen3-30B-A3B")))
+    config.num_hidden_layers = 12
+
+    def estimated(tokens: int, *, adapts_experts: bool = False) -> float:
+        return activation_bytes(
+            config, tokens, torch.bfloat16, CUDA, packed=True, trains_head=False, checkpointing=False,
+            adapts_experts=adapts_experts,
+        ) / GIB  # fmt: skip
+
+    more = estimated(32_768) - estimated(16_384)
+    assert 15.9 < more < 1.1 * 15.9
+    assert estimated(32_768, adapts_experts=True) > 2 * estimated(32_768)
 
 
 def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:

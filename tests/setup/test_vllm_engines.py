@@ -11,14 +11,20 @@ import torch
 from engine_cases import SHAPE, build
 from transformers import GPTNeoXConfig, Phi3Config, Qwen3Config
 
+import stretto.local.pool as local_pool
+from stretto.engines.vllm.process import START_S
 from stretto.errors import RecipeError
 from stretto.local.components import LocalComponents
+from stretto.models.loading import load_config
+from stretto.models.shapes import shape_folder
 from stretto.models.tiny import tiny_config
+from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
-from stretto.setup.memory import footprint
+from stretto.setup.device import resolved
+from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
-from stretto.setup.vllm_engines import check_vllm_model, child_options
+from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel, make_vllm_instance
 
 CPU = torch.device("cpu")
 
@@ -46,6 +52,26 @@ def test_the_options_of_a_child_follow_from_the_plan(tmp_path: Path) -> None:
     assert set(options.lora_targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_a_child_has_the_deadlines_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster an instance has half an hour to start, and a call as long as the recipe says."""
+    tiny_config().save_pretrained(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    class Process:
+        def __init__(self, options: Any, **deadlines: Any) -> None:
+            asked.append(deadlines)
+
+    pytest.importorskip("ray")
+    import stretto.cluster.pool as cluster_pool
+
+    monkeypatch.setattr("stretto.setup.vllm_engines.ChildProcess", Process)
+    made = recipe_of(runtime={"device": "cpu", "type": "ray", "instance_seconds": 900})
+    make_vllm_instance(made, str(tmp_path), 40, decode=str)
+    assert asked == [{"start_s": 1740.0, "answer_s": 900.0}]
+    assert asked[0]["start_s"] < cluster_pool.START_S
+    assert START_S < local_pool.START_S
+
+
 def test_every_instance_has_a_copy_of_the_base() -> None:
     native = parse_recipe({"model": {"path": "tiny", "lora": {"rank": 8}}, "task": {"type": "countdown-chain"}})
     once = footprint(native, tiny_config(), 40, CPU).base
@@ -55,11 +81,26 @@ def test_every_instance_has_a_copy_of_the_base() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
-    config = Qwen3Config(**{**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 4})
+    shape = {**SHAPE, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    config = Qwen3Config(**{**shape, "vocab_size": 190})
     engine, runtime = {"type": "vllm", "tensor_parallel": 8}, {"type": "ray"}
     with pytest.raises(RecipeError, match=r"`engine.tensor_parallel = 8` does not divide the 12 heads.*1, 2, 4, 12"):
         check_vllm_model(recipe_of(engine=engine, runtime=runtime), config)
     check_vllm_model(recipe_of(engine={**engine, "tensor_parallel": 4}, runtime=runtime), config)
+
+
+def test_a_width_or_a_vocabulary_that_does_not_divide_is_refused() -> None:
+    """The heads of Qwen2.5-7B can be cut into 7 parts, and its feed-forward layers and its vocabulary cannot."""
+    config = Qwen3Config(
+        num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944, vocab_size=152_064, hidden_size=3584
+    )
+    assert fitting_parallel(config) == [1, 2, 4]
+    config.intermediate_size, config.vocab_size = 7 * 256, 7 * 64
+    assert fitting_parallel(config) == [1, 2, 4, 28]
+    config.num_key_value_heads = 28
+    assert fitting_parallel(config) == [1, 2, 4, 7, 14, 28]
+    config.vocab_size += 1
+    assert fitting_parallel(config) == [1, 2, 4]
 
 
 def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
@@ -77,6 +118,49 @@ def test_a_layer_that_vllm_cannot_adapt_is_refused_by_name() -> None:
 def test_a_mixture_of_experts_is_refused() -> None:
     with pytest.raises(RecipeError, match="a mixture of experts"):
         check_vllm_model(recipe_of(), build("moe").config)
+
+
+def test_a_mixture_that_names_its_experts_otherwise_is_refused_too() -> None:
+    from transformers import AriaTextConfig
+
+    config = AriaTextConfig(moe_num_experts=8)
+    with pytest.raises(RecipeError, match="a mixture of experts"):
+        check_vllm_model(recipe_of(model={"path": "aria"}, rollout={"paradigm": "synchronous"}), config)
+
+
+def test_a_share_of_the_gpu_limits_the_cache_of_an_instance() -> None:
+    cuda, config = torch.device("cuda", 0), load_config(str(shape_folder("Qwen/Qwen3-8B")))
+
+    def planned(share: float | None, **runtime: Any) -> Any:
+        engine = {"type": "vllm"} if share is None else {"type": "vllm", "gpu_memory": share}
+        rollout, training = {"max_tokens": 16_384}, {"checkpointing": True}
+        made = recipe_of(engine=engine, runtime=runtime, rollout=rollout, training=training)
+        free = free_for_instance(made, cuda, PlannedDevices(8, 141.0)) if runtime else 141 * GIB
+        return footprint(made, config, 40, cuda, free=free, trains=not runtime)
+
+    whole, part = planned(None), planned(0.25)
+    assert part.kv < whole.kv
+    assert part.one_base + part.versions + part.engine + part.kv == pytest.approx(141 / 4 * GIB, rel=1e-3)
+    alone, alone_part = planned(None, type="ray"), planned(0.25, type="ray")
+    assert alone_part.total == pytest.approx(alone.total / 4, rel=1e-3)
+    with pytest.raises(RecipeError, match=r"leaves 0\.0 MiB for KV.*Raise `engine\.gpu_memory` \(now 0\.1\), or lower"):
+        planned(0.1)
+
+
+def test_a_share_of_the_gpu_has_no_effect_on_the_cpu() -> None:
+    made = recipe_of(engine={"type": "vllm", "gpu_memory": 0.5}, runtime={})
+    with pytest.raises(RecipeError, match=r"`engine\.gpu_memory = 0\.5` has no effect on the CPU"):
+        resolved(made, CPU)
+
+
+def test_slots_are_planned_with_the_rank_that_vllm_has() -> None:
+    def versions(rank: int, engine: str = "vllm") -> int:
+        made = recipe_of(model={"path": "tiny", "lora": {"rank": rank}}, engine={"type": engine})
+        return footprint(made, tiny_config(), 40, CPU).versions
+
+    assert versions(20) == versions(32)
+    assert versions(16) < versions(20)
+    assert versions(20, "native") < versions(32, "native")
 
 
 def test_adapters_on_experts_are_refused_by_name() -> None:

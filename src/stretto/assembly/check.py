@@ -9,13 +9,12 @@ from typing import Any
 import tomli_w
 import torch
 
-from stretto.engines.native.expert_slots import MAX_GROUPS
 from stretto.engines.vllm.releases import check_release, installed_release
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.environments.rewards.reward_model_options import RewardModelOptions
 from stretto.errors import ModelError, RecipeError, first_line
 from stretto.models.loading import load_config, load_tokenizer, missing_weights
-from stretto.models.routing import replayed_shape, shape_of_config
+from stretto.models.routing import replayed_shape
 from stretto.models.shapes import shape_folder
 from stretto.models.stop_tokens import stop_tokens
 from stretto.models.tiny import WarmStart, tiny_config_of, tiny_tokenizer
@@ -28,6 +27,7 @@ from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key, without_none
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
+from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
@@ -35,7 +35,7 @@ from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tok
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
-from stretto.setup.vllm_engines import check_vllm_model, expert_targets, records_masks
+from stretto.setup.vllm_engines import check_vllm_model, records_masks
 from stretto.setup.warm_starts import check_demonstrations, has_demonstrations
 from stretto.training.loss_averaging import with_divisor
 
@@ -74,7 +74,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     shape = _model_shape(recipe, planned)
     config = shape.config
     check_vllm_model(recipe, config)
-    _check_expert_slots(recipe, config, device)
+    check_expert_slots(recipe, config)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
@@ -155,20 +155,6 @@ def check_engine(recipe: Recipe) -> None:
     describe_release(recipe, elsewhere=False)
     path = recipe.model.path
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
-
-
-def _check_expert_slots(recipe: Recipe, config: Any, device: torch.device) -> None:
-    """Raises `RecipeError` if an engine on CUDA has too many versions of adapters on experts."""
-    shape = shape_of_config(config)
-    if shape is None or device.type != "cuda" or not expert_targets(recipe, config):
-        return
-    if shape.experts * recipe.num_slots >= MAX_GROUPS:
-        most = (MAX_GROUPS - 1) // shape.experts
-        raise RecipeError(
-            f"`model.lora.targets` names weights of {shape.experts} experts, of which an instance on CUDA holds at "
-            f"most {most} versions, and it has {recipe.num_slots} version slots; lower `rollout.staleness` (now "
-            f"{recipe.plan.staleness}) or `runtime.slots`, or adapt attention alone"
-        )
 
 
 def _memory(recipe: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:

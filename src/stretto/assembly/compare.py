@@ -241,26 +241,26 @@ def _run(recipe: Recipe, folder: Path, say: Callable[[str], None], train_options
 
     Each run has its own process, so that none inherits the threads, caches or memory of another.
     """
-    paradigm, options = recipe.rollout.paradigm, ["--out", str(folder), "--part-of-compare", *train_options]
+    name, options = folder.name, ["--out", str(folder), "--part-of-compare", *train_options]
     match standing(folder):
         case "finished":
-            say(f"{paradigm}: finished before, taken from {folder}")
+            say(f"{name}: finished before, taken from {folder}")
             return _summary(folder)
         case "stopped":
-            say(f"{paradigm}: continued in {folder}")
+            say(f"{name}: continued in {folder}")
             options.append("--resume")
         case _:
-            say(f"{paradigm}: begins in {folder}")
+            say(f"{name}: begins in {folder}")
     path = folder.with_suffix(".toml")
     path.write_text(recipe.source_toml(), encoding="utf-8")
     status = _train([sys.executable, "-m", "stretto", "train", str(path), *options])
     if status == STOPPED:
         raise ComparisonStoppedError(
-            f"the comparison was stopped in the run under `{paradigm}`, in `{folder}`; the same call continues it"
+            f"the comparison was stopped in the run under `{name}`, in `{folder}`; the same call continues it"
         )
     if status != 0:
         there = f", and `{folder}`" if folder.exists() else ""
-        raise RunFailedError(f"the run under `{paradigm}` ended with status {status}: see above{there}")
+        raise RunFailedError(f"the run under `{name}` ended with status {status}: see above{there}")
     return _summary(folder)
 
 

@@ -8,17 +8,21 @@ instance that answers but makes no tokens is found by its reports (`run/instance
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from stretto.cluster.actor_calls import ActorCalls
 from stretto.cluster.instance_actor import InstanceActor, InstanceOptions, Started, TakenOut
 from stretto.cluster.weights import RayKVRef, WeightsStore
 from stretto.errors import ChecksumError, LostObjectError
 from stretto.types import Capacity, Completion, EngineStats, Receipt, Request, Suspended, Weights, WeightsRef
+
+END_S = 10.0  # for an engine to end its own processes
 
 
 def place(options: InstanceOptions, *, cpus: float, gpus: float, spread: bool = True) -> Any:
@@ -98,6 +102,11 @@ class RayEngine:
         return kept
 
     async def close(self) -> None:
+        if self._remote.failure is None and self.capabilities.confirms == "receipt":
+            # It runs in a process of its own. Ray would kill that one with the actor, and neither those that it has
+            # started nor its files.
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._remote.actor.end.remote(), END_S)
         await self._remote.close()
 
     async def _transfer(self, how: str, before: tuple[Any, ...], weights: Weights | WeightsRef) -> Receipt | None:

@@ -70,7 +70,7 @@ class _PendingResume:
 
 
 class InstanceActor(ServingActor):
-    """The actor. The driver calls `ready` and `start` once each, and then `deliver`, `collect` and `take_kv`."""
+    """The actor. The driver calls `ready` and `start` once each, then `deliver`, `collect` and `take_kv`, and `end`."""
 
     def __init__(self, options: InstanceOptions) -> None:
         self._options = options
@@ -106,6 +106,10 @@ class InstanceActor(ServingActor):
         )
         node = ray.get_runtime_context().get_node_id()
         return Started(engine.capacity, engine.capabilities, engine.report(), node, os.getpid())
+
+    async def end(self) -> None:
+        """Ends the engine, with the processes that it has started."""
+        await self._engine.close()
 
     async def take_kv(self, ids: Sequence[int]) -> Any:
         """Returns True and the KV of suspended trajectories, an object each.

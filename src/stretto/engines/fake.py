@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.clock import now
+from stretto.engines.load_reports import Counters, report_of
 from stretto.engines.protocol import Capabilities
 from stretto.engines.threaded import Failed, ThreadedEngine
 from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
@@ -91,8 +92,8 @@ class FakeSteppedEngine:
         self._checksums: dict[int, str] = {}
         self._running: dict[int, _Running] = {}
         self._queue: dict[int, _Running] = {}
-        self._arrivals = self._steps = self._tokens = self._prefilled = 0
-        self._busy_s = self._row_s = 0.0
+        self._arrivals = 0
+        self._counters = Counters()
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class FakeSteppedEngine:
                     versions = past.token_versions
                     versions = np.full(work.made, old, np.int32) if versions is None else versions
                     work.past = replace(past, token_versions=versions)
-                    self._prefilled += len(work.request.prompt) + work.made
+                    self._counters.prefilled += len(work.request.prompt) + work.made
                 work.request = replace(work.request, version=weights.version)
         del self._checksums[old]
         self._checksums[weights.version] = weights.checksum
@@ -185,7 +186,7 @@ class FakeSteppedEngine:
 
     def step(self) -> list[Completion | Failed]:
         began = time.perf_counter()
-        if self._die_after is not None and self._steps >= self._die_after:
+        if self._die_after is not None and self._counters.steps >= self._die_after:
             raise EngineError(f"the fake engine was told to die after {self._die_after} steps")
         free = self.capacity.rows - len(self._running)
         for work in sorted(self._queue.values(), key=lambda w: (w.request.priority, w.arrival))[:free]:
@@ -193,12 +194,12 @@ class FakeSteppedEngine:
             self._running[work.request.id] = work
             work.started_at = work.started_at or now()
             work.prefilled += len(work.request.prompt)
-            self._prefilled += len(work.request.prompt)
+            self._counters.prefilled += len(work.request.prompt)
         if self._step_s:
             time.sleep(self._step_s)
         ended: list[Completion | Failed] = []
-        self._steps += 1
-        self._tokens += len(self._running)
+        self._counters.steps += 1
+        self._counters.tokens += len(self._running)
         num_rows = sum(work.request.priority == 0 for work in self._running.values())
         for work in list(self._running.values()):
             work.made += 1
@@ -209,8 +210,8 @@ class FakeSteppedEngine:
             elif work.made >= work.total:
                 ended.append(self._completion(work))
                 del self._running[work.request.id]
-        self._busy_s += time.perf_counter() - began if num_rows else 0.0
-        self._row_s += (time.perf_counter() - began) * num_rows
+        self._counters.busy_s += time.perf_counter() - began if num_rows else 0.0
+        self._counters.row_s += (time.perf_counter() - began) * num_rows
         return ended
 
     def _completion(self, work: _Running) -> Completion:
@@ -264,23 +265,7 @@ class FakeSteppedEngine:
         return tokens, logprobs.astype(np.float32)
 
     def report(self) -> EngineStats:
-        versions: dict[int, int] = dict.fromkeys(self._checksums, 0)
-        longest = dict.fromkeys(self._checksums, 0)
-        for work in self._everyone():
-            versions[work.request.version] += 1
-            longest[work.request.version] = max(longest[work.request.version], work.made)
-        return EngineStats(
-            running=len(self._running),
-            queued=len(self._queue),
-            kv_tokens=sum(len(work.request.prompt) + work.made for work in self._running.values()),
-            versions=versions,
-            longest=longest,
-            steps=self._steps,
-            tokens=self._tokens,
-            prefilled=self._prefilled,
-            busy_s=self._busy_s,
-            row_s=self._row_s,
-        )
+        return report_of(self._checksums, list(self._running.values()), list(self._queue.values()), self._counters)
 
     def close(self) -> None:
         self._running.clear()

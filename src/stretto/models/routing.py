@@ -49,10 +49,15 @@ class RoutingShape:
         return self.layers * self.chosen * self.dtype.itemsize
 
 
+def num_experts(config: Any) -> int:
+    """Returns the experts of a layer, by a configuration of transformers; 0 if it names none."""
+    text = config.get_text_config()
+    return max(getattr(text, name, None) or 0 for name in EXPERT_COUNTS)
+
+
 def is_mixture(config: Any) -> bool:
     """True if a configuration of transformers is that of a mixture of experts."""
-    text = config.get_text_config()
-    return any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+    return num_experts(config) > 1
 
 
 def shape_of_config(config: Any) -> RoutingShape | None:
@@ -62,8 +67,7 @@ def shape_of_config(config: Any) -> RoutingShape | None:
         return None
     step, dense = getattr(text, "decoder_sparse_step", 1), getattr(text, "mlp_only_layers", None) or ()
     layers = [n for n in range(text.num_hidden_layers) if n not in dense and (n + 1) % step == 0]
-    experts = max(getattr(text, name, None) or 0 for name in EXPERT_COUNTS)
-    return RoutingShape(len(layers), text.num_experts_per_tok, experts)
+    return RoutingShape(len(layers), text.num_experts_per_tok, num_experts(config))
 
 
 def expert_elements(model: nn.Module) -> int:

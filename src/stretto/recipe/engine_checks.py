@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from stretto.core.plan import Plan
     from stretto.recipe.schema import Recipe
 
-MAX_TEMPERATURE = 2.0  # of vLLM
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM, which raises a lower one without an error; 0 is greedy
 MAX_RANK = 512  # of an adapter, in vLLM
 OR_NATIVE = '`engine.type = "native"`'
 
@@ -53,6 +53,11 @@ def impossible_engine(recipe: Recipe) -> Iterable[str]:
             yield (
                 f'`{key}.temperature = {value:g}` is refused with `engine.type = "vllm"`, which samples at most at '
                 f"{MAX_TEMPERATURE:g}; lower it, or choose {OR_NATIVE}"
+            )
+        if 0 < value < MIN_TEMPERATURE:
+            yield (
+                f'`{key}.temperature = {value:g}` is refused with `engine.type = "vllm"`, which would sample at '
+                f"{MIN_TEMPERATURE:g}; raise it, or choose {OR_NATIVE}"
             )
     if lora is not None and lora.rank > MAX_RANK:
         yield (

@@ -54,6 +54,11 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
             f"`runtime.device_gib = {recipe.runtime.device_gib:g}` has no effect on the CPU: it limits the memory of a "
             "GPU; leave it out"
         )
+    if recipe.engine.gpu_memory is not None and device.type == "cpu":
+        raise RecipeError(
+            f"`engine.gpu_memory = {recipe.engine.gpu_memory:g}` has no effect on the CPU: it is a share of the memory "
+            "of a GPU; leave it out"
+        )
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     recipe = with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
     if device.type == "cpu":  # on CUDA it depends on the prompts: `setup/micro_batch_size.py`

@@ -22,6 +22,7 @@ from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.base_models import base_path_of, starting_adapter
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
+from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
@@ -60,6 +61,7 @@ def load_driver_inputs(
     check_objective(recipe)
     own, config = load_tokenizer(model_path), load_config(model_path)
     check_vllm_model(recipe, config)
+    check_expert_slots(recipe, config)
     tokenizer = prompt_tokenizer(recipe, own)
     inputs = load_inputs(
         recipe,

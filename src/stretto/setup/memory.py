@@ -38,8 +38,11 @@ from transformers import AutoModelForCausalLM
 
 from stretto.engines.native.fused import fits
 from stretto.engines.native.kernels.kernel_set import TRITON
+from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.errors import RecipeError, first_line
 from stretto.models import decoder
+from stretto.models.expert_adapters import ExpertAdapter
+from stretto.models.expert_products import aligned_rank
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
@@ -131,7 +134,8 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
     """
     if device.type != "cuda":
         return None
-    share = 1.0 if recipe.runtime.instance_gpus is None else min(1.0, recipe.runtime.instance_gpus)
+    shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
+    share = min([1.0, *(each for each in shares if each is not None)])
     limit = recipe.runtime.device_gib
     if planned is not None:
         free = total = planned_bytes(recipe, planned)
@@ -158,8 +162,9 @@ def footprint(
     `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
+    total = free
     if on_cuda and free is None:
-        free = free_bytes(recipe, device)
+        free, total = free_bytes(recipe, device), torch.cuda.mem_get_info(device)[1]
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
@@ -167,7 +172,9 @@ def footprint(
     if free is not None and on_cuda:
         per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device)) * kv_copies(recipe, text)
         advice = remedies(recipe, trains=trains, here=here)
-        tokens = _kv_tokens_on_cuda(recipe, need, longest_trajectory(recipe, longest_prompt), per_token, free, advice)
+        room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
+        one = longest_trajectory(recipe, longest_prompt)
+        tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
     else:
         per_token = kv_bytes_per_token(text)
         tokens = kv_tokens(recipe, text, longest_prompt)
@@ -246,6 +253,7 @@ def without_kv(
     num_trained, devices = counted.num_trained, recipe.engine.tensor_parallel
     version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
     half, full = dtype != torch.float32, lora is None
+    slots = recipe.num_slots + _extra_slots(recipe)
     activations = activation_bytes(
         text,
         micro_batch_tokens(recipe, longest_trajectory(recipe, longest_prompt)),
@@ -254,11 +262,12 @@ def without_kv(
         packed=counted.packed,
         trains_head=full,
         checkpointing=recipe.training.checkpointing,
+        adapts_experts=any(isinstance(module, ExpertAdapter) for module in counted.model.modules()),
     )
     teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
         base=counted.base,
-        versions=instances * (_extra_slots(recipe) + recipe.num_slots) * version,
+        versions=instances * slots * _slot_bytes(recipe, counted.model, version, dtype),
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
         reference=reference_bytes(recipe, counted.one_base, dtype),
@@ -284,6 +293,21 @@ def _extra_slots(recipe: Recipe) -> int:
     return -1 if recipe.model.lora is None else 1
 
 
+def _slot_bytes(recipe: Recipe, model: Any, version: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a slot for a `version` of so many: engines have slots for some ranks only.
+
+    Those of vLLM are for a few ranks. Those of the native engine have padded adapters on experts.
+    """
+    lora = recipe.model.lora
+    if lora is None:
+        return version
+    if recipe.engine.type == "vllm":
+        return version * slot_rank(lora.rank) // lora.rank
+    adapters = [module for module in model.modules() if isinstance(module, ExpertAdapter)]
+    on_experts = sum(parameter.numel() for adapter in adapters for parameter in adapter.parameters()) * dtype.itemsize
+    return version + on_experts * (aligned_rank(lora.rank, dtype) - lora.rank) // lora.rank
+
+
 def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     """Returns the KV tokens of an instance on the CPU: its share of the recipe's, or what its rows need under a cap."""
     if recipe.rollout.kv_tokens is not None:
@@ -293,13 +317,26 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
-def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, advice: str) -> int:
-    """Returns the KV tokens of one instance: its share of the memory that is left, at most what its rows can need.
+def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
+    """Returns the bytes that the KV of all instances in one process may have: `engine.gpu_memory` limits each of them.
+
+    `total` is the memory of the device.
+    """
+    share, instances = recipe.engine.gpu_memory, instances_per_device(recipe)
+    if share is None or recipe.runtime.type != "local":  # on a cluster it limits what the plan begins with
+        return total
+    return instances * (int(share * total) - need.one_base) - need.versions - need.engine
+
+
+def _kv_tokens_on_cuda(
+    recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, room: int, advice: str
+) -> int:
+    """Returns the KV tokens of one instance: its share of the `room` that is left, at most what its rows can need.
 
     `one` is the length of the longest trajectory. Raises `RecipeError` with `advice` if too little memory is left.
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
-    left = max(0, free - need.without_kv) // (per_token * instances)
+    left = room // (per_token * instances)
     asked = None if recipe.rollout.kv_tokens is None else recipe.rollout.kv_tokens // recipe.runtime.instances
     least = min(MIN_TRAJECTORIES, rows) * one if asked is None else asked
     if left < least:
@@ -315,7 +352,7 @@ def _kv_tokens_on_cuda(recipe: Recipe, need: Footprint, one: int, per_token: int
             advice = weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
         raise RecipeError(
             f"{DOES_NOT_FIT}{gib(free)} of the device are free; {need}; that leaves "
-            f"{gib(max(0, free - need.without_kv))} for KV, and {what} {gib(least * per_token)}. {advice}"
+            f"{gib(room)} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
     return asked or min(rows * one, left)
 
@@ -342,7 +379,9 @@ def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
     checkpointing = ", or set `training.checkpointing = true`" if trains and not recipe.training.checkpointing else ""
     adapters = ", or train adapters, `model.lora = { rank = 16 }`" if full else ""
     free = ", or free memory that other processes hold" if here else ""
-    return f"Lower {', '.join(lower)}{checkpointing}{adapters}{free}"
+    share = recipe.engine.gpu_memory
+    begun = "Lower" if share is None else f"Raise `engine.gpu_memory` (now {share:g}), or lower"
+    return f"{begun} {', '.join(lower)}{checkpointing}{adapters}{free}"
 
 
 def weights_alone(need: Footprint) -> str:

@@ -17,13 +17,14 @@ from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
 from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
 from stretto.models.float32_products import HALF
 from stretto.models.loading import load_config
-from stretto.models.routing import shape_of_config
+from stretto.models.routing import is_mixture, shape_of_config
 from stretto.recipe.schema import Recipe
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 
 GIB = 1 << 30
 ENGINE_BYTES = 2 * GIB  # graphs, workspaces of libraries, plans of attention
 STOCK_FACTORS = (1.4, 2.0)  # stock modules against the lean decoder: in float32, and in half precision
+EAGER_FACTOR = 1.5  # attention of the lean decoder that is not compiled, against one that is
 TRUNCATION_BYTES = 60  # for each logit, to sample from a part of the vocabulary: sorted values and places, sums
 SPARE_TOKENS = 32  # beside prompt and completion: pages that are not full
 
@@ -115,6 +116,7 @@ def activation_bytes(
     packed: bool,
     trains_head: bool,
     checkpointing: bool,
+    adapts_experts: bool = False,
 ) -> int:
     """Estimates what a micro-batch of so many tokens needs between its forward and its backward pass.
 
@@ -123,20 +125,34 @@ def activation_bytes(
     pass of one layer has as much again in gradients. `packed` is the lean decoder with flash attention: compiled, it
     keeps that to within 2 %, with adapters and without. The stock modules keep 1.2 to 1.4 times as many elements, in
     half precision many of them in float32. With `checkpointing` every layer keeps its input alone.
+
+    Of a mixture of experts, the kernels on CUDA keep gate and up for each of a token's experts
+    (`models/expert_kernels.py`). Without them, which is so with adapters on experts, each expert keeps what a
+    feed-forward layer keeps, its input, and its output in float32. On a CPU attention is not compiled, and keeps more.
     """
     width, size = config.hidden_size, head_size(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    experts = getattr(config, "num_experts_per_tok", None) or 0
     dense = getattr(config, "intermediate_size", None) or 4 * width
-    feed_forward = max(dense, experts * (getattr(config, "moe_intermediate_size", None) or dense))
+    mixture = is_mixture(config)
     stream = 2 if packed and dtype in HALF else 1  # the lean decoder's is float32
-    layer = (2 + 2 * stream) * width + (3 * heads + 4 * kv_heads) * size + 3 * feed_forward
-    layer = int(layer * (1.0 if packed else STOCK_FACTORS[dtype != torch.float32]))
+    factor = STOCK_FACTORS[dtype != torch.float32]
+    if packed:
+        factor = EAGER_FACTOR if mixture and device.type != "cuda" else 1.0
+    feed_forward, of_experts_backward = factor * 3 * dense, 0
+    if mixture:
+        inner, wide = getattr(config, "moe_intermediate_size", None) or dense, 2 if dtype in HALF else 1
+        of_expert = (1 + wide) * width + (3 + 2 * wide) * inner
+        if packed and device.type == "cuda" and not adapts_experts:
+            feed_forward, of_expert = 0.0, 2 * inner
+            of_experts_backward = config.num_experts_per_tok * (2 * width + inner)  # beside as much as is kept
+        shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+        feed_forward = max(feed_forward, config.num_experts_per_tok * of_expert + factor * 3 * shared)
+    layer = int(factor * ((2 + 2 * stream) * width + (3 * heads + 4 * kv_heads) * size) + feed_forward)
     layers = config.num_hidden_layers
     kept = layers * stream * width + layer if checkpointing else layers * layer
     ends = 4 * width  # embedding, last norm, directions or their gradient
-    total = tokens * (kept + layer + ends) * dtype.itemsize
+    total = tokens * (kept + layer + of_experts_backward + ends) * dtype.itemsize
     chunks = CHUNK_ELEMENTS_TRAINED_HEAD if trains_head else CHUNK_ELEMENTS
     logits = min(chunks[device.type], tokens * config.vocab_size)
     total += 2 * logits * torch.float32.itemsize

@@ -10,20 +10,25 @@ from transformers import AutoModelForCausalLM
 
 from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.frames import ChildOptions
-from stretto.engines.vllm.process import ChildProcess
+from stretto.engines.vllm.process import START_S, ChildProcess
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
-from stretto.models.lora import adapted_experts, adapted_modules
+from stretto.models.lora import adapted_modules
+from stretto.models.routing import is_mixture
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
-from stretto.setup.memory import Footprint, footprint, free_for_instance
+from stretto.setup.expert_checks import expert_targets
+from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The last parts of the names of the layers that vLLM adapts in every plain decoder."""
 KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens
 MAX_SHARE = 0.95  # of the memory of a GPU
+CLUSTER_START_S = 1_740.0  # for vLLM to load the largest models: a cluster waits a minute longer for an instance
+MAX_PARALLEL = 64  # devices of an instance, as the recipe allows
+VOCABULARY_BLOCK = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 def check_vllm_model(recipe: Recipe, config: Any) -> None:
@@ -36,17 +41,17 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
             f'`model.lora.targets` names `{experts[0]}` of experts, which `engine.type = "vllm"` cannot adapt; it '
             'serves no mixture of experts at all: use "native"'
         )
-    if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+    if is_mixture(config):
         raise RecipeError(
             f'`engine.type = "vllm"` is refused with `model.path = {recipe.model.path!r}`, a mixture of experts: vLLM '
             'and the trainer may route a token to different experts; use "native"'
         )
     if devices not in (fitting := fitting_parallel(text)):
-        heads = int(text.num_attention_heads)
-        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+        heads, kv_heads, width, words = _divided(text)
         raise RecipeError(
             f"`engine.tensor_parallel = {devices}` does not divide the {heads} heads and {kv_heads} key-value heads of "
-            f"`{recipe.model.path}`; use one of {', '.join(map(str, fitting))}"
+            f"`{recipe.model.path}`, its feed-forward width {width} and its vocabulary, padded to {words}; use one of "
+            f"{', '.join(map(str, fitting))}"
         )
     adapted = lora_targets(recipe, config)
     if other := sorted(set(adapted) - set(ADAPTABLE)):
@@ -59,31 +64,34 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
 
 
 def fitting_parallel(config: Any) -> list[int]:
-    """Returns the values of `engine.tensor_parallel` that divide the heads of a model, in rising order."""
+    """Returns the values of `engine.tensor_parallel` that vLLM can divide a model by, in rising order."""
+    heads, kv_heads, width, words = _divided(config)
+    return [
+        n
+        for n in range(1, min(heads, MAX_PARALLEL) + 1)
+        if heads % n == width % n == words % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0
+    ]
+
+
+def _divided(config: Any) -> tuple[int, int, int, int]:
+    """Returns what is divided over devices: heads, key-value heads, the feed-forward width, the padded vocabulary.
+
+    Key-value heads may also be copied, so that several devices have the same one.
+    """
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    return [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
+    width = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return heads, kv_heads, width, -(-int(config.vocab_size) // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
 
 
 def lora_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
     """Returns the last parts of the names of the layers that the recipe adapts; none with full weights."""
     if recipe.model.lora is None:
         return ()
-    names = adapted_modules(_without_weights(config), recipe.model.lora.targets)
-    return tuple(sorted({name.rpartition(".")[2] for name in names}))
-
-
-def expert_targets(recipe: Recipe, config: Any) -> tuple[str, ...]:
-    """Returns the names of the Parameters of experts that the recipe adapts."""
-    if recipe.model.lora is None:
-        return ()
-    found = adapted_experts(_without_weights(config), recipe.model.lora.targets)
-    return tuple(sorted({each for projections in found.values() for each in projections}))
-
-
-def _without_weights(config: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    names = adapted_modules(model, recipe.model.lora.targets)
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def child_options(
@@ -108,6 +116,7 @@ def child_options(
         kv_bytes=kv_bytes,
         kv_block=block,
         prefill_tokens=recipe.rollout.prefill_tokens,
+        lora_bytes=0 if lora is None else need.versions,
         lora_targets=lora_targets(recipe, config),
         tensor_parallel=recipe.engine.tensor_parallel,
         device_share=_device_share(recipe, need, kv_bytes, device),
@@ -122,13 +131,15 @@ def records_masks(recipe: Recipe) -> bool:
 
 
 def _device_share(recipe: Recipe, need: Footprint, kv_bytes: int, device: torch.device) -> float | None:
-    """Returns the share of each GPU that the child may take: what the recipe says, or what the plan has for it."""
+    """Returns the share of each GPU that must be free when the child starts: what the plan has for it.
+
+    It is nothing else to vLLM, which is told the size of its KV cache.
+    """
     if device.type != "cuda":
         return None
-    if recipe.engine.gpu_memory is not None:
-        return recipe.engine.gpu_memory
     total = torch.cuda.mem_get_info(device)[1] * recipe.engine.tensor_parallel
-    return min(MAX_SHARE, (need.one_base + need.engine + kv_bytes) / total)
+    own = (need.versions + need.engine) // instances_per_device(recipe)
+    return min(MAX_SHARE, (need.one_base + own + kv_bytes) / total)
 
 
 def make_vllm_engine(
@@ -139,10 +150,12 @@ def make_vllm_engine(
     decode: Decode,
     *,
     threads: int | None = None,
+    start_s: float = START_S,
 ) -> VllmEngine:
-    """Starts a child process with vLLM. Raises `RecipeError` if that cannot be."""
+    """Starts a child process with vLLM. Raises `RecipeError` if that cannot be, or takes longer than `start_s`."""
     options = child_options(recipe, model_path, need, device, threads)
-    return VllmEngine(ChildProcess(options), options, kv_tokens=need.kv_tokens, decode=decode)
+    process = ChildProcess(options, start_s=start_s, answer_s=recipe.runtime.instance_seconds)
+    return VllmEngine(process, options, kv_tokens=need.kv_tokens, decode=decode)
 
 
 def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, decode: Decode) -> VllmEngine:
@@ -151,4 +164,4 @@ def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, dec
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
     need = footprint(recipe, load_config(model_path), longest_prompt, device, free=free, trains=False)
-    return make_vllm_engine(recipe, model_path, need, device, decode)
+    return make_vllm_engine(recipe, model_path, need, device, decode, start_s=CLUSTER_START_S)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_cases import prompt_of
-from fake_vllm_child import DIES_OF, FAILS_OF
+from fake_vllm_child import DIES_OF, ENDS_OF, FAILS_OF
 from vllm_cases import Children, options_of, probed_weights
 from vllm_faults import ADAPTER_FAULTS
 
 import stretto.engines.vllm.engine as engine_module
+import stretto.engines.vllm.process as process_module
+from stretto.engines.vllm import frames
+from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.process import ChildProcess
 from stretto.engines.vllm.weight_folders import checksum_of_folder, write_folder
 from stretto.errors import ChecksumError, EngineError, RecipeError, RequestError
 from stretto.models.lora import WEIGHTS_FILE
-from stretto.types import Request, Sampling
+from stretto.types import Request, Sampling, Supports
+
+NONE_YET = Supports(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 def request_of(number: int, version: int = 0, tokens: int = 24, **options: Any) -> Request:
@@ -133,12 +143,38 @@ def test_a_child_that_dies_ends_its_engine_and_nothing_else(fake_children: Child
     asyncio.run(main())
 
 
+def test_what_ended_before_the_child_did_is_not_lost(
+    fake_children: Children, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.add(request_of(1, tokens=2))
+    core.add(request_of(2, tokens=400))
+    first = core._trajectories[1].key
+    sent: list[Any] = [frames.Tokens((frames.Piece(first, (5, 6), (-1.0, -2.0), "length"),))]
+
+    def receive(timeout_s: float) -> Any:
+        if not sent:
+            raise EngineError("the child is gone")
+        return sent.pop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core._process, "receive", receive)
+        (done,) = core.step()
+        assert (done.id, done.tokens.tolist()) == (1, [5, 6])
+        with pytest.raises(EngineError, match="the child is gone"):
+            core.step()
+    core.close()
+
+
 def test_a_request_that_fails_in_the_child_fails_alone(fake_children: Children, model: Any) -> None:
     async def main() -> None:
         engine = fake_children.engine(options_of("model"))
         await engine.load(probed_weights("lora", model, 0, fake=True))
         with pytest.raises(RequestError, match="this prompt fails"):
             await engine.generate(Request(0, 0, (FAILS_OF,), 0, Sampling(4)))
+        with pytest.raises(RequestError, match="has ended it without a reason"):
+            await asyncio.wait_for(engine.generate(Request(0, 0, (ENDS_OF,), 0, Sampling(4))), 20)
         assert (await engine.generate(request_of(1))).id == 1
         await engine.close()
 
@@ -168,12 +204,76 @@ def test_an_engine_that_cannot_be_made_says_why() -> None:
         ChildProcess(options_of("missing"), module="fake_vllm_child")
 
 
+def test_a_child_that_takes_too_long_to_start_is_ended() -> None:
+    with pytest.raises(RecipeError, match=r"cannot be made: the child process has not answered `start` for 0\.2 s"):
+        ChildProcess(options_of("blocks"), start_s=0.2, module="fake_vllm_child")
+
+
+def test_a_child_that_is_still_starting_ends_with_its_pipe(tmp_path: Path) -> None:
+    """The driver is killed while vLLM loads the model, and blocks the loop of the child."""
+    ours, theirs = socket.socketpair()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "fake_vllm_child", str(theirs.fileno()), str(folder)]
+    child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
+    theirs.close()
+    pipe = Connection(ours.detach())
+    pipe.send(frames.Start(1, options_of("blocks")))
+    pipe.close()
+    assert child.wait(60) != 0
+    assert not folder.exists()
+
+
+def test_a_start_that_is_interrupted_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ChildProcess] = []
+
+    def interrupted(self: ChildProcess, *_: Any, **__: Any) -> None:
+        made.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChildProcess, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ChildProcess(options_of("model"), module="fake_vllm_child")
+    assert not _is_alive(made[0].pid)
+    assert not made[0].folder.exists()
+
+
+def test_a_call_has_the_deadline_of_the_run(model: Any) -> None:
+    """A load of large weights takes longer than the default, and the run says how long it may."""
+    child = ChildProcess(options_of("model"), answer_s=0.3, module="fake_vllm_child")
+    os.kill(child.pid, signal.SIGSTOP)
+    core = VllmEngine(child, options_of("model"), kv_tokens=512)
+    with pytest.raises(EngineError, match=r"has not answered `load` for 0\.3 s \(`runtime\.instance_seconds`\)"):
+        core.load(probed_weights("lora", model, 0, fake=True))
+    core.close()
+
+
+def test_weights_that_cannot_be_written_are_told_with_the_folder(fake_children: Children, model: Any) -> None:
+    core = fake_children.core(options_of("model"))
+    folder = core._process.folder
+    core._process.folder = Path("/dev/null")  # no folder can be made in it
+    try:
+        with pytest.raises(EngineError, match=r"version 0 cannot be written to `/dev/null/load-.*set `TMPDIR`"):
+            core.load(probed_weights("lora", model, 0, fake=True))
+    finally:
+        core._process.folder = folder
+    core.close()
+
+
+def test_adapters_are_in_memory_if_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_module, "MEMORY_FOLDER", tmp_path)
+    free = shutil.disk_usage(tmp_path).free
+    small, large = options_of("model", lora_bytes=1 << 20), options_of("model", lora_bytes=free)
+    assert process_module._scratch(small) == tmp_path
+    assert process_module._scratch(large) is None
+    assert process_module._scratch(replace(small, kind="full")) is None
+
+
 @pytest.mark.slow
 def test_a_child_ends_with_its_engine_s_process(tmp_path: Path) -> None:
     """The driver is killed: the child notices by its pipe, and leaves neither processes nor files."""
-    import subprocess
-    import sys
-
     program = (
         "import sys, time\n"
         "from vllm_cases import options_of\n"
@@ -213,11 +313,48 @@ def test_the_signal_that_ended_a_child_is_told() -> None:
     child.close()
 
 
+def test_the_time_until_the_first_token_counts_as_work(fake_children: Children, model: Any) -> None:
+    """It is the time of prefilling, and the loop measures how fast that is."""
+    core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    core.add(replace(request_of(1), priority=1))
+    time.sleep(0.05)
+    assert core.report().busy_s == 0, "evaluation does not count"
+    for number in range(2, 2 + 2 * core.capacity.rows):
+        core.add(request_of(number))
+    before = core.report()
+    time.sleep(0.05)
+    after = core.report()
+    assert after.busy_s - before.busy_s >= 0.05
+    rows = (after.row_s - before.row_s) / (after.busy_s - before.busy_s)
+    assert rows == pytest.approx(core.capacity.rows), "the others are queued"
+    core.close()
+
+
+def test_frames_with_parts_of_one_step_count_as_one_step(fake_children: Children) -> None:
+    """vLLM hands out a step of more than 128 rows in several parts. The loop takes a step for a token of each row."""
+    core = fake_children.core(options_of("model"))
+
+    def steps(*parts: tuple[int, ...], tokens: int = 1) -> int:
+        before = core.report().steps
+        for keys in parts:
+            made = tuple(range(tokens)), (-1.0,) * tokens
+            core._take_in(frames.Tokens(tuple(frames.Piece(1_000_000 + key, *made) for key in keys)))
+        return core.report().steps - before
+
+    assert steps((1, 2), (3, 4), (1, 2), (3, 4)) == 2
+    assert steps((1, 2, 3, 4), (1, 2, 3, 4)) == 2
+    assert steps((1,), tokens=3) == 3
+    core.close()
+
+
 def test_what_truncated_sampling_leaves_is_recorded_over_a_move(fake_children: Children, model: Any) -> None:
     core = fake_children.core(options_of("model", masks=True))
     assert core.capabilities.records_supports
     core.load(probed_weights("lora", model, 0, fake=True))
     core.add(request_of(1, tokens=200, top_k=5))
+    (before,) = core.suspend([1], kv=False)  # a moment after it came: most often before its first token
+    core.add(replace(before, tokens=before.tokens[:0], logprobs=before.logprobs[:0], supports=NONE_YET))
     while core.report().kv_tokens < len(prompt_of(11)) + 3:
         assert core.step() == []
     (out,) = core.suspend([1], kv=False)

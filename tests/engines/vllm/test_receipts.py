@@ -55,6 +55,14 @@ def test_an_answer_that_is_no_answer_is_refused(found: list[float]) -> None:
         receipt(found)
 
 
+def test_a_probe_that_the_trainer_has_no_numbers_for_is_refused() -> None:
+    probe = Probe(TOKENS, np.full(64, np.nan, dtype=np.float32))
+    with pytest.raises(ChecksumError, match="version 3 is not what the engine serves"):
+        make_receipt(
+            version=3, checksum="abc", probe=probe, found=LOGPROBS.tolist(), others={}, dtype="float32", served_by="v"
+        )
+
+
 def test_a_version_that_is_loaded_again_has_the_digest_that_it_had() -> None:
     def again(**digests: Any) -> Any:
         return make_receipt(

@@ -24,16 +24,22 @@ from stretto.models.lora import adapted_experts
 MAX_GROUPS = 1024  # of a grouped product on CUDA
 
 
+def refuse_many_groups(experts: int, slots: int) -> None:
+    """Raises `ModelError` if adapters on so many experts in so many slots are too many for a product on CUDA."""
+    if experts * slots >= MAX_GROUPS:
+        raise ModelError(
+            f"adapters on {experts} experts in {slots} version slots are {experts * slots} groups, and a grouped "
+            f"product on CUDA has fewer than {MAX_GROUPS}: lower `rollout.staleness` or `runtime.slots`"
+        )
+
+
 class ExpertSlots:
     """The adapters of all slots on one Parameter of experts. A rank that products do not support is padded by zeros."""
 
     def __init__(self, weight: Tensor, slots: int, rank: int) -> None:
         experts, out, width = weight.shape
-        if experts * slots >= MAX_GROUPS and weight.is_cuda:
-            raise ModelError(
-                f"adapters on {experts} experts in {slots} version slots are {experts * slots} groups, and a grouped "
-                f"product on CUDA has fewer than {MAX_GROUPS}: lower `rollout.staleness` or `runtime.slots`"
-            )
+        if weight.is_cuda:
+            refuse_many_groups(experts, slots)
         self.weight, self.rank = weight, rank
         padded = aligned_rank(rank, weight.dtype)
         self.factors = SlotFactors(

@@ -2,7 +2,8 @@
 
 A thread reads the pipe, so that the engine never waits for the child to read. Everything else runs in one event loop.
 The new tokens of all requests that came in one round of that loop leave in one frame. When the pipe ends, the engine is
-gone: the child ends then, with everything that it started.
+gone: the child ends then, with everything that it started, also if the backend blocks the loop, as vLLM does while it
+starts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from stretto.engines.vllm import frames
 from stretto.engines.vllm.weight_folders import checksum_of_folder
@@ -25,7 +26,10 @@ from stretto.errors import ChecksumError, describe
 
 ABORT_S = 30.0  # for an aborted request to end
 END_S = 3.0  # for the processes of a child to end when they are asked to
+BLOCKED_S = 2 * END_S  # for the loop to notice the end of the pipe, and the child to end
 AGAIN_S = 0.1  # until it is aborted again
+
+Call = frames.Start | frames.Load | frames.Unload | frames.Abort
 
 
 class Backend(Protocol):
@@ -76,16 +80,23 @@ def run_child(backend: Backend, arguments: Sequence[str]) -> None:
 
     `arguments` are those of the command line: the descriptor of the pipe, and the folder that engine and child share.
     """
-    connection = Connection(int(arguments[1]))
-    try:
-        asyncio.run(ChildServer(backend, connection).serve())
-    finally:
-        shutil.rmtree(arguments[2], ignore_errors=True)  # an engine that was killed has not done so
+    connection, folder = Connection(int(arguments[1])), arguments[2]
+
+    def kill() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         # Processes that the backend has started would outlive this one, and hold their memory.
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    try:
+        asyncio.run(ChildServer(backend, connection, kill).serve())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # an engine that was killed has not done so
         if os.getpgid(0) == os.getpid():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             end_group(os.getpid())
-        os._exit(1)
+        kill()
 
 
 def end_group(group: int, is_child_gone: Callable[[], bool] = lambda: False) -> None:
@@ -106,12 +117,15 @@ def end_group(group: int, is_child_gone: Callable[[], bool] = lambda: False) -> 
 class ChildServer:
     """Serves one engine."""
 
-    def __init__(self, backend: Backend, connection: Connection) -> None:
+    def __init__(self, backend: Backend, connection: Connection, kill: Callable[[], None]) -> None:
+        """`kill` ends the child at once. It is called if `serve` does not return after the end of the pipe."""
         self._backend = backend
         self._connection = connection
+        self._kill = kill
         self._kinds: dict[int, frames.WeightsKind] = {}  # of the loads that are resident
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._numbers: dict[int, int] = {}  # of the loads that they are generated under
+        self._aborted: set[int] = set()  # those that the engine wants no end of
         self._calls: set[asyncio.Task[None]] = set()
         self._outbox: list[frames.Piece] = []
         self._dead = asyncio.Event()
@@ -129,6 +143,8 @@ class ChildServer:
                     frame = None
                 loop.call_soon_threadsafe(incoming.put_nowait, frame)
                 if frame is None:
+                    time.sleep(BLOCKED_S)
+                    self._kill()
                     return
 
         threading.Thread(target=read, name="pipe", daemon=True).start()
@@ -155,8 +171,9 @@ class ChildServer:
 
     def _forget(self, key: int) -> None:
         del self._requests[key], self._numbers[key]
+        self._aborted.discard(key)
 
-    async def _answer(self, frame: Any) -> None:
+    async def _answer(self, frame: Call) -> None:
         try:
             value = await self._apply(frame)
         except Exception as error:
@@ -168,19 +185,15 @@ class ChildServer:
         self._flush()  # the pipe keeps the order: what was sampled before goes before
         self._send(frames.Answer(frame.call, value))
 
-    async def _apply(self, frame: Any) -> frames.Ready | frames.Loaded | None:
+    async def _apply(self, frame: Call) -> frames.Ready | frames.Loaded | None:
         if isinstance(frame, frames.Start):
             return await self._backend.start(frame.options)
         if isinstance(frame, frames.Load):
             return await self._load(frame)
         if isinstance(frame, frames.Unload):
             await self._unload(frame.number)
-        elif isinstance(frame, frames.Abort):
-            await self._abort(frame.keys)
         else:
-            await self._abort(tuple(self._requests))
-            for number in list(self._kinds):
-                await self._unload(number)
+            await self._abort(frame.keys)
         return None
 
     async def _load(self, frame: frames.Load) -> frames.Loaded:
@@ -213,6 +226,7 @@ class ChildServer:
     async def _abort(self, keys: Sequence[int]) -> None:
         """Aborts requests until they have ended: one that is just being handed to the backend is not known there."""
         deadline = asyncio.get_running_loop().time() + ABORT_S
+        self._aborted.update(key for key in keys if key in self._requests)
         while here := [key for key in keys if key in self._requests]:
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeError(f"{len(here)} requests do not end within {ABORT_S:g} s")
@@ -230,9 +244,13 @@ class ChildServer:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, work: frames.Generate) -> None:
+        has_ended = False
         try:
             async for piece in self._backend.generate(work):
                 self._put(piece)
+                has_ended = has_ended or piece.finish is not None
+            if not has_ended and work.key not in self._aborted:  # the engine would wait for its end for ever
+                raise RuntimeError("the backend has ended it without a reason")
         except Exception as error:
             if not self._say_if_dead():
                 self._put(frames.Piece(work.key, (), (), "error", error=describe(error)))

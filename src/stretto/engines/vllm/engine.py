@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stretto import clock
+from stretto.engines.load_reports import Counters, report_of
 from stretto.engines.protocol import Capabilities
 from stretto.engines.stop_strings import ends_in_string
 from stretto.engines.threaded import Failed
@@ -27,7 +28,7 @@ from stretto.engines.vllm import frames
 from stretto.engines.vllm.process import ChildProcess
 from stretto.engines.vllm.receipts import make_receipt
 from stretto.engines.vllm.weight_folders import write_folder
-from stretto.errors import ChecksumError, RequestError, VersionNotResidentError
+from stretto.errors import ChecksumError, EngineError, RequestError, VersionNotResidentError
 from stretto.types import (
     Capacity,
     Completion,
@@ -76,8 +77,8 @@ class _Trajectory:
     is_running: bool = False
 
     @property
-    def context(self) -> int:
-        return len(self.request.prompt) + len(self.tokens)
+    def made(self) -> int:
+        return len(self.tokens)
 
     @property
     def recorded(self) -> Supports | None:
@@ -98,22 +99,21 @@ class VllmEngine:
         *,
         kv_tokens: int,
         decode: Callable[[Sequence[int]], str] | None = None,
-        close: Callable[[ChildProcess], None] = ChildProcess.close,
     ) -> None:
-        """`process` was started with `options`. `decode` is needed for stop strings. `close` ends the process."""
+        """`process` was started with `options`. `decode` is needed for stop strings."""
         self.capacity = Capacity(options.slots, options.rows, kv_tokens, options.max_context)
         self.capabilities = replace(CAPABILITIES, records_supports=options.masks)
-        self._process, self._options, self._decode, self._close_process = process, options, decode, close
+        self._process, self._options, self._decode = process, options, decode
         self._layout = f"{options.tensor_parallel} x {options.device}, {options.dtype}"
         self._versions: dict[int, _Version] = {}
         self._held: dict[tuple[int, str], str] = {}  # by version and checksum: what vLLM held when it was loaded
         self._trajectories: dict[int, _Trajectory] = {}  # by the id of the request
         self._by_key: dict[int, _Trajectory] = {}
         self._ended: list[Completion | Failed] = []
-        self._steps = self._tokens = self._prefilled = 0
-        self._busy_s = self._row_s = 0.0
+        self._counters = Counters()
+        self._in_step: set[int] = set()  # keys of requests that have a token of the present step
         self._accounted_at = time.perf_counter()
-        self._rollout_rows = 0  # that run since then
+        self._num_rollouts = 0  # trajectories that the child has had since then, without those of evaluation
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class VllmEngine:
             self._restore(trajectory, work, held)
         if held.receipt.id not in trajectory.receipts:
             trajectory.receipts = (*trajectory.receipts, held.receipt.id)
-        how, made = request.sampling, len(trajectory.tokens)
+        how, made = request.sampling, trajectory.made
         self._process.send(
             frames.Generate(
                 key=trajectory.key,
@@ -225,6 +225,8 @@ class VllmEngine:
                 supports=how.truncates and how.supports,
             )
         )
+        self._account()
+        self._num_rollouts += request.priority == 0
         self._trajectories[request.id] = self._by_key[trajectory.key] = trajectory
 
     def _check(self, request: Request) -> None:
@@ -263,7 +265,7 @@ class VllmEngine:
             )
         trajectory.tokens, trajectory.logprobs = suspended.tokens.tolist(), suspended.logprobs.tolist()
         trajectory.receipts = suspended.receipts
-        if suspended.supports is not None:
+        if suspended.supports is not None and made:  # else there is nothing to split, not one empty part
             ends = np.cumsum(suspended.supports.counts)[:-1]
             trajectory.supports = [tuple(each.tolist()) for each in np.split(suspended.supports.tokens, ends)]
         trajectory.started_at, trajectory.prefilled = suspended.started_at, suspended.prefilled
@@ -304,7 +306,7 @@ class VllmEngine:
     def _forget(self, trajectory: _Trajectory) -> None:
         self._account()
         del self._trajectories[trajectory.request.id], self._by_key[trajectory.key]
-        self._rollout_rows -= trajectory.is_running and trajectory.request.priority == 0
+        self._num_rollouts -= trajectory.request.priority == 0
 
     def shrink(self, kv_tokens: int) -> None:
         """Raises `RequestError`: vLLM's cache has one size for its life."""
@@ -313,24 +315,42 @@ class VllmEngine:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Completion | Failed]:
-        """Takes in what the child has sent; waits a moment if that is nothing. Returns the trajectories that ended."""
+        """Takes in what the child has sent; waits a moment if that is nothing. Returns the trajectories that ended.
+
+        Those that ended before the child did are returned first; the next step raises `EngineError`.
+        """
         wait_s = 0.0 if self._ended else WAIT_S
-        while (frame := self._process.receive(wait_s)) is not None:
-            if isinstance(frame, frames.Tokens):
-                self._take_in(frame)
-            wait_s = 0.0
+        try:
+            while (frame := self._process.receive(wait_s)) is not None:
+                if isinstance(frame, frames.Tokens):
+                    self._take_in(frame)
+                wait_s = 0.0
+        except EngineError:
+            if not self._ended:
+                raise
         self._account()
         ended, self._ended = self._ended, []
         return ended
 
     def _take_in(self, frame: frames.Tokens) -> None:
         self._account()
-        self._steps += 1
+        self._count_steps(frame)
         now = clock.now()
         for piece in frame.pieces:
             trajectory = self._by_key.get(piece.key)
             if trajectory is not None:  # else it was aborted because a string stopped it
                 self._continue(trajectory, piece, now)
+
+    def _count_steps(self, frame: frames.Tokens) -> None:
+        """Counts the steps of vLLM in which the tokens of a frame were made.
+
+        vLLM hands out a step of many rows in parts, so frames whose requests differ may be of one step. If it is read
+        late, one piece has the tokens of several.
+        """
+        keys = {piece.key for piece in frame.pieces}
+        is_new = not self._in_step or not self._in_step.isdisjoint(keys)
+        self._in_step = keys if is_new else self._in_step | keys
+        self._counters.steps += is_new + max([0, *(len(piece.tokens) - 1 for piece in frame.pieces)])
 
     def _continue(self, trajectory: _Trajectory, piece: frames.Piece, now: float) -> None:
         request = trajectory.request
@@ -341,10 +361,9 @@ class VllmEngine:
         if not trajectory.is_running:
             trajectory.is_running = True
             trajectory.started_at = trajectory.started_at or now
-            prefilled = max(0, trajectory.context - piece.num_cached)
+            prefilled = max(0, len(request.prompt) + trajectory.made - piece.num_cached)
             trajectory.prefilled += prefilled
-            self._prefilled += prefilled
-            self._rollout_rows += request.priority == 0
+            self._counters.prefilled += prefilled
         stopped = self._extend(trajectory, piece)
         finish: FinishReason | None = "stop" if stopped else piece.finish
         if stopped and piece.finish is None:
@@ -361,7 +380,7 @@ class VllmEngine:
             trajectory.tokens.append(token)
             trajectory.supports.append(support)
             trajectory.logprobs.append(0.0 if greedy else min(logprob, 0.0))
-            self._tokens += 1
+            self._counters.tokens += 1
             if strings and self._decode is not None and ends_in_string(self._decode, trajectory.tokens, strings):
                 return True
         return False
@@ -385,39 +404,25 @@ class VllmEngine:
     # -- statistics ----------------------------------------------------------------------------------------------------
 
     def _account(self) -> None:
+        """Adds the time since the last call. A trajectory has a row as soon as there is one: it is prefilled then."""
         now = time.perf_counter()
-        if self._rollout_rows:
-            self._busy_s += now - self._accounted_at
-            self._row_s += (now - self._accounted_at) * self._rollout_rows
+        if rows := min(self._num_rollouts, self.capacity.rows):
+            self._counters.busy_s += now - self._accounted_at
+            self._counters.row_s += (now - self._accounted_at) * rows
         self._accounted_at = now
 
     def report(self) -> EngineStats:
         """Returns the current load and the counters since the start."""
         self._account()
-        everyone = list(self._trajectories.values())
-        versions, longest = dict.fromkeys(self._versions, 0), dict.fromkeys(self._versions, 0)
-        for each in everyone:
-            versions[each.request.version] += 1
-            longest[each.request.version] = max(longest[each.request.version], len(each.tokens))
-        running = [each for each in everyone if each.is_running]
-        return EngineStats(
-            running=len(running),
-            queued=len(everyone) - len(running),
-            kv_tokens=sum(each.context for each in running),
-            versions=versions,
-            longest=longest,
-            steps=self._steps,
-            tokens=self._tokens,
-            prefilled=self._prefilled,
-            busy_s=self._busy_s,
-            row_s=self._row_s,
-        )
+        running = [each for each in self._trajectories.values() if each.is_running]
+        queued = [each for each in self._trajectories.values() if not each.is_running]
+        return report_of(self._versions, running, queued, self._counters)
 
     def close(self) -> None:
         """Ends the child."""
         self._trajectories.clear()
         self._by_key.clear()
-        self._close_process(self._process)
+        self._process.close()
 
 
 def _seed(seed: int, num_tokens: int) -> int:

@@ -29,6 +29,7 @@ class ChildOptions:
     kv_bytes: int  # of the KV cache, over all devices of the instance
     kv_block: int  # tokens of one page of KV
     prefill_tokens: int  # of one step, at most
+    lora_bytes: int = 0  # of the adapters of all instances on its devices: their files are in memory if they fit
     lora_targets: tuple[str, ...] = ()  # the last parts of the names of the adapted layers
     tensor_parallel: int = 1
     device_share: float | None = None  # of the memory of a GPU that the child may take; None: what vLLM takes
@@ -100,14 +101,7 @@ class Abort:
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """Ends all requests and unloads all versions. Answered by None."""
-
-    call: int
-
-
-ToChild = Start | Load | Unload | Generate | Abort | Reset
+ToChild = Start | Load | Unload | Generate | Abort
 
 
 # -- from the child to the engine --------------------------------------------------------------------------------------

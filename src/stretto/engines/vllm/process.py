@@ -25,7 +25,7 @@ from stretto.errors import ChecksumError, EngineError, RecipeError
 
 MODULE = "stretto.engines.vllm.child"
 START_S = 540.0  # for the child to import vLLM, load the model and answer
-ANSWER_S = 120.0  # for any later call
+ANSWER_S = 120.0  # for any later call, unless the run has another deadline
 NUM_LINES = 12  # of the child's output, in an error
 MEMORY_FOLDER = Path("/dev/shm")  # holds files in memory, on Linux
 
@@ -33,11 +33,25 @@ MEMORY_FOLDER = Path("/dev/shm")  # holds files in memory, on Linux
 class ChildProcess:
     """A child that has started, with a folder for weights on their way to it. One thread uses it."""
 
-    def __init__(self, options: frames.ChildOptions, *, module: str = MODULE) -> None:
-        """Starts the child and waits until its engine is ready. Raises `RecipeError` if it cannot be made."""
+    def __init__(
+        self,
+        options: frames.ChildOptions,
+        *,
+        start_s: float = START_S,
+        answer_s: float = ANSWER_S,
+        module: str = MODULE,
+    ) -> None:
+        """Starts the child and waits until its engine is ready. Raises `RecipeError` if it cannot be made.
+
+        `start_s` is the deadline for that, and `answer_s` that of every later call. A load reads the file of the
+        weights several times.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="stretto-vllm-", dir=_scratch(options)))
         self._log = self.folder / "child.log"
         self._numbers = itertools.count(1)
+        self._answer_s = answer_s
+        self._is_closed = False
+        self._failure: EngineError | None = None  # that the child has told of
         ours, theirs = socket.socketpair()
         try:
             with self._log.open("wb") as log:
@@ -58,11 +72,15 @@ class ChildProcess:
             theirs.close()
         self._pipe = Connection(ours.detach())
         try:
-            answer = self.call(lambda call: frames.Start(call, options), deadline_s=START_S)
+            answer = self.call(lambda call: frames.Start(call, options), deadline_s=start_s)
         except (EngineError, ChecksumError) as error:
-            said = self._last_lines()
+            text, said = str(error), self._last_lines()
             self.close()
-            raise RecipeError(f'the engine of `engine.type = "vllm"` cannot be made: {error}{said}') from error
+            why = text if text.endswith(said) else text + said
+            raise RecipeError(f'the engine of `engine.type = "vllm"` cannot be made: {why}') from error
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
         assert isinstance(answer, frames.Ready)
         self.served_by = answer.served_by
 
@@ -83,13 +101,16 @@ class ChildProcess:
             raise self._gone() from error
 
     def receive(self, timeout_s: float) -> frames.FromChild | None:
-        """Returns the next frame, or None if none comes in time. Raises `EngineError` if the child is gone."""
+        """Returns the next frame, or None if none comes in time. Raises `EngineError`, every time, if it is gone."""
+        if self._failure is not None:
+            raise self._failure
         try:
             frame: frames.FromChild | None = self._pipe.recv() if self._pipe.poll(timeout_s) else None
         except (EOFError, OSError) as error:
             raise self._gone() from error
         if isinstance(frame, frames.Failure):
-            raise EngineError(f"{frame.text}{self._last_lines()}")
+            self._failure = EngineError(f"{frame.text}{self._last_lines()}")
+            raise self._failure
         return frame
 
     def call(
@@ -97,16 +118,18 @@ class ChildProcess:
         make: Callable[[int], frames.ToChild],
         *,
         on_tokens: Callable[[frames.Tokens], None] = lambda tokens: None,
-        deadline_s: float = ANSWER_S,
+        deadline_s: float | None = None,
     ) -> frames.Ready | frames.Loaded | None:
         """Makes a call and returns its answer. `on_tokens` gets the tokens that come before it.
 
+        `deadline_s` None: that of every call.
         Raises `ChecksumError` if weights were refused, and `EngineError` for any other refusal or a late answer.
         """
         number = self.new_number()
         frame = make(number)
         self.send(frame)
-        deadline = time.monotonic() + deadline_s
+        within_s = self._answer_s if deadline_s is None else deadline_s
+        deadline = time.monotonic() + within_s
         while True:
             left = deadline - time.monotonic()
             got = self.receive(max(0.0, left))
@@ -118,10 +141,14 @@ class ChildProcess:
                 raise (ChecksumError if got.damaged else EngineError)(got.text)
             elif got is None and left <= 0:
                 what = type(frame).__name__.lower()
-                raise EngineError(f"the child process has not answered `{what}` for {deadline_s:g} s")
+                option = " (`runtime.instance_seconds`)" if deadline_s is None else ""
+                raise EngineError(f"the child process has not answered `{what}` for {within_s:g} s{option}")
 
     def close(self) -> None:
         """Kills the child with all that it started, and removes the folder. Safe to call twice."""
+        if self._is_closed:  # its number may be that of another process by now
+            return
+        self._is_closed = True
         end_group(self._process.pid, lambda: self._process.poll() is not None)
         self._process.wait()
         self._pipe.close()
@@ -148,8 +175,13 @@ def _in_words(code: int) -> str:
 
 
 def _scratch(options: frames.ChildOptions) -> Path | None:
-    """Returns the folder to make the engine's folder in: in memory for adapters, which are small; None: the default."""
-    return MEMORY_FOLDER if options.kind == "lora" and os.access(MEMORY_FOLDER, os.W_OK) else None
+    """Returns the folder to make the engine's folder in; None: the default.
+
+    Adapters, which are small, are in memory, if there is room for them twice: containers may have 64 MiB of it.
+    """
+    if options.kind == "full" or not os.access(MEMORY_FOLDER, os.W_OK):
+        return None
+    return MEMORY_FOLDER if shutil.disk_usage(MEMORY_FOLDER).free >= 2 * options.lora_bytes else None
 
 
 def _environment(options: frames.ChildOptions) -> dict[str, str]:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engines.vllm import frames
+from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.engines.vllm.releases import check_release, installed_release
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 
 
 class VllmBackend:
@@ -166,9 +165,11 @@ class VllmBackend:
                 made = output.outputs[0]
                 tokens = tuple(made.token_ids)
                 logprobs = tuple(float(d[t].logprob) for d, t in zip(made.logprobs or (), tokens, strict=True))
-                finish = made.finish_reason if made.finish_reason in ("stop", "length") else None
-                if finish is not None:
-                    self._refuse_other_stamps(made)
+                reason = made.finish_reason
+                if reason not in (None, "stop", "length", "abort"):
+                    raise RuntimeError(f"vLLM has ended it with `{reason}`")
+                self._refuse_other_stamps(made)
+                finish = reason if reason != "abort" else None
                 if tokens or finish is not None:
                     num_cached = (output.num_cached_tokens or 0) if first else 0
                     first = False
@@ -177,7 +178,10 @@ class VllmBackend:
             del self._requests[work.key]
 
     def _refuse_other_stamps(self, made: Any) -> None:
-        """Raises `RuntimeError` if vLLM says that it has sampled a token under other weights than the last load."""
+        """Raises `RuntimeError` if vLLM says that it has sampled a token under other weights than the last load.
+
+        It says so with the last output of a request, also of one that was aborted.
+        """
         spans = getattr(made, "weight_versions", None) if self._stamp else None
         if spans and {span.version for span in spans} != {self._stamp}:
             raise RuntimeError(f"vLLM has sampled under the weights {[span.version for span in spans]}")
@@ -227,7 +231,7 @@ def engine_arguments(options: frames.ChildOptions) -> dict[str, Any]:
             "enable_lora": True,
             "max_loras": options.slots + 1,
             "max_cpu_loras": options.slots + 1,
-            "max_lora_rank": next(rank for rank in RANKS if rank >= options.lora_rank),
+            "max_lora_rank": slot_rank(options.lora_rank),
             "lora_target_modules": list(options.lora_targets),
         }
     return arguments

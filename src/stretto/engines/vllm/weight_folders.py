@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stretto.engines.vllm.frames import WeightsKind
-from stretto.errors import ChecksumError
+from stretto.errors import ChecksumError, EngineError
 from stretto.models.adapter_config import CONFIG_FILE
 from stretto.models.checksums import checksum
 from stretto.models.lora import PREFIX, SUFFIX, WEIGHTS_FILE, write_adapter
@@ -21,7 +21,20 @@ FULL_FILE = "model.safetensors"
 
 
 def write_folder(folder: Path, weights: Weights, base: str) -> None:
-    """Writes weights into a new folder. `base` is the model that an adapter belongs to. Raises `OSError`."""
+    """Writes weights into a new folder. `base` is the model that an adapter belongs to.
+
+    Raises `EngineError` if they cannot be written.
+    """
+    try:
+        _write(folder, weights, base)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"version {weights.version} cannot be written to `{folder}`: {error}; free space there, or set `TMPDIR` to "
+            "a folder that has some"
+        ) from error
+
+
+def _write(folder: Path, weights: Weights, base: str) -> None:
     if weights.kind == "full":
         folder.mkdir(parents=True)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}
