@@ -1,7 +1,7 @@
 """Generation by the engine `vllm`: vLLM in a child process, behind the same protocol as the native engine.
 
-Its throughput beside that of vLLM by itself (`vllm_side.py`) says what the process boundary, the tokens that are
-streamed one by one and the seeds of requests cost. Versions are loaded with receipts, as in a run.
+Its throughput beside that of vLLM by itself (`vllm_side.py`) says what the process boundary, the messages with
+tokens and the seeds of requests cost. Versions are loaded with receipts, as in a run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.frames import ChildOptions
 from stretto.engines.vllm.process import ChildProcess
 from stretto.models.lora import adapted_modules
+from stretto.setup.vllm_engines import STREAM_TOKENS
 from stretto.training.probes import probe_tokens
 from stretto.types import Probe, Request, Sampling, Weights
 
@@ -52,13 +53,12 @@ def probed(model: Any, weights: Weights) -> Weights:
 class VllmEngineSide:
     """The engine `vllm` over one model with random weights, with `SLOTS` adapters loaded, or its base weights.
 
-    `folder` holds the model. One engine serves all cells. `seeds` decides if requests have seeds of their own, as those
-    of a run have.
+    `folder` holds the model. One engine serves all cells.
     """
 
     name = "vllm-engine"
 
-    def __init__(self, size: str, *, lora: bool, max_context: int, folder: Path, seeds: bool = True) -> None:
+    def __init__(self, size: str, *, lora: bool, max_context: int, folder: Path) -> None:
         self.size, self.lora, self.traffic = size, lora, traffic(size)
         model = make_model(size, "cuda")
         model.save_pretrained(folder / "model")
@@ -82,7 +82,7 @@ class VllmEngineSide:
             prefill_tokens=PREFILL_TOKENS,
             lora_targets=tuple(sorted(targets)) if lora else (),
             device_share=SHARE,
-            seeds=seeds,
+            stream_tokens=STREAM_TOKENS["cuda"],
         )
         began = time.perf_counter()
         self.engine = VllmEngine(ChildProcess(options), options, kv_tokens=self._kv_tokens)

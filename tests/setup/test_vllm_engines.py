@@ -21,7 +21,7 @@ from stretto.models.tiny import tiny_config
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import resolved
+from stretto.setup.device import CUDA, resolved
 from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
 from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel, make_vllm_instance
@@ -190,3 +190,14 @@ def test_devices_beyond_the_key_value_heads_hold_copies_of_them(tmp_path: Path) 
     assert eight.engine == 4 * two.engine, "each device has buffers of its own"
     options = child_options(made, str(tmp_path), eight, CPU, threads=1)
     assert options.kv_bytes // options.tensor_parallel * 2 >= two.kv, "a device holds one of the two heads, in float32"
+
+
+def test_tokens_come_in_pieces_from_a_gpu_unless_each_has_a_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 * GIB, 40 * GIB))
+    tiny_config().save_pretrained(tmp_path)
+    for device, rollout, pieces in ((CPU, {}, 1), (CUDA, {}, 16), (CUDA, {"top_k": 5}, 1)):
+        recipe = recipe_of(rollout=rollout, runtime={"type": "ray"})
+        need = footprint(recipe, tiny_config(), 8, CPU)
+        assert child_options(recipe, str(tmp_path), need, device, threads=None).stream_tokens == pieces

@@ -214,7 +214,7 @@ class VllmEngine:
                 key=trajectory.key,
                 number=held.number,
                 prompt=(*request.prompt, *trajectory.tokens),
-                seed=_seed(request.seed, made) if self._options.seeds else None,
+                seed=_seed(request.seed, made),
                 max_tokens=how.max_tokens - made,
                 temperature=max(how.temperature, 0.0),
                 top_p=how.top_p,

@@ -34,8 +34,7 @@ class ChildOptions:
     tensor_parallel: int = 1
     device_share: float | None = None  # of the memory of a GPU that the child may take; None: what vLLM takes
     threads: int | None = None  # of torch, on the CPU
-    seeds: bool = True  # requests have seeds of their own
-    stream_tokens: int = 1  # that vLLM makes of a request before it tells them
+    stream_tokens: int = 1  # of a request, that vLLM makes before it hands them over; at its end the rest
     masks: bool = False  # requests may record what `top_k`, `top_p` and `min_p` leave of each distribution
 
 
@@ -82,7 +81,7 @@ class Generate:
     key: int
     number: int  # of the load that it is generated under
     prompt: tuple[int, ...]
-    seed: int | None  # None: the draws are vLLM's own
+    seed: int
     max_tokens: int
     temperature: float
     top_p: float
