@@ -133,7 +133,7 @@ class Hangs(FakeSteppedEngine):
         self._where = where
 
     def step(self) -> list[Completion | Failed]:
-        if self._where == "step" and self._steps == 10:
+        if self._where == "step" and self._counters.steps == 10:
             self.go_on.wait()
         return super().step()
 
