@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         used = len(own.ids.unique())
         floor = used * 3 * WIDTH * INNER * 2 / rate * 1e3
         record: dict[str, Any] = {"tokens": tokens, "experts": used, "floor_ms": round(floor, 4)}
-        tilings = next(((a, b) for most, a, b in TILINGS if tokens * CHOSEN <= most * EXPERTS), TILINGS[-1][1:])
+        tilings = expert_decode.tilings(tokens * CHOSEN, EXPERTS) or TILINGS[-1][1:]
         sides: list[tuple[str, Callable[[], Tensor]]] = [
             ("grouped", partial(grouped, own)),
             ("decode", partial(few, own, *tilings)),

@@ -66,8 +66,8 @@ def show_kernels(side: Side, asks: Sequence[Ask]) -> None:
 
 
 def prompts(count: int, length: int, size: str, seed: int) -> list[tuple[int, ...]]:
-    """Random prompts that share no beginning, so that no cache of prefixes helps."""
-    drawn = np.random.default_rng([seed, length]).integers(0, SHAPES[size].vocab_size, (count, length))
+    """Random prompts that share no beginning, also with those of another count, so that no cache of prefixes helps."""
+    drawn = np.random.default_rng([seed, length, count]).integers(0, SHAPES[size].vocab_size, (count, length))
     return [tuple(row) for row in drawn.tolist()]
 
 

@@ -183,7 +183,7 @@ def parse() -> argparse.Namespace:
     if arguments.layers:
         arguments.shape = {**arguments.shape, "num_hidden_layers": arguments.layers}
     if arguments.mixture:
-        arguments.compile = [None]  # it runs through the modules of transformers, which are not compiled
+        arguments.compile = [None]  # as by default: its attention is compiled
     usual = "float32" if arguments.tiny else "bfloat16"
     arguments.other_dtype = {} if arguments.dtype in (None, usual) else {"dtype": arguments.dtype}
     arguments.dtype = arguments.dtype or usual

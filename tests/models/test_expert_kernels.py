@@ -66,7 +66,7 @@ def test_gate_and_up_are_multiplied() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(5, 6, 2), (33, 8, 3)])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(5, 6, 2), (33, 8, 3), (1, 4, 1)])
 def test_values_and_gradients_are_those_of_plain_operations(
     tokens: int, experts: int, chosen: int, frozen: bool
 ) -> None:
@@ -100,7 +100,15 @@ def test_a_backward_pass_gives_the_same_bits_again() -> None:
     up, down = (random(8, 96, 64) * 0.2).to(dtype), (random(8, 64, 48) * 0.2).to(dtype)
     found = []
     for _ in range(2):
-        x = random(33, 64).to(dtype).requires_grad_()
-        routed_experts(x, ids, weights, up, down).square().sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)  # type: ignore[arg-type]
+        given = [each.detach().clone().requires_grad_() for each in (random(33, 64).to(dtype), weights, up, down)]
+        routed_experts(given[0], ids, *given[1:]).square().sum().backward()
+        found.append([each.grad for each in given])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("narrow", [torch.uint8, torch.int16])
+def test_ids_may_be_as_narrow_as_records_are(narrow: torch.dtype) -> None:
+    ids = experts_of_tokens(33, 200, 3)
+    for ours, wanted in zip(group(ids.to(narrow), 200), group(ids, 200), strict=True):
+        assert torch.equal(ours, wanted)

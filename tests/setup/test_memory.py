@@ -228,15 +228,16 @@ def test_what_the_kernels_of_experts_keep_is_what_an_h200_measured() -> None:
     config = load_config(str(shape_folder("Qwen/Qwen3-30B-A3B")))
     config.num_hidden_layers = 12
 
-    def estimated(tokens: int, *, adapts_experts: bool = False) -> float:
+    def estimated(tokens: int, dtype: torch.dtype = torch.bfloat16, *, adapts_experts: bool = False) -> float:
         return activation_bytes(
-            config, tokens, torch.bfloat16, CUDA, packed=True, trains_head=False, checkpointing=False,
+            config, tokens, dtype, CUDA, packed=True, trains_head=False, checkpointing=False,
             adapts_experts=adapts_experts,
         ) / GIB  # fmt: skip
 
     more = estimated(32_768) - estimated(16_384)
     assert 15.9 < more < 1.1 * 15.9
     assert estimated(32_768, adapts_experts=True) > 2 * estimated(32_768)
+    assert estimated(32_768, torch.float16) > 2 * estimated(32_768), "it has no such kernels"
 
 
 def test_a_micro_batch_holds_a_whole_sequence_and_no_more_than_the_batch() -> None:

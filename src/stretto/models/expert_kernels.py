@@ -5,7 +5,7 @@ is the weighted sum over a token's experts. `routed_experts` makes of these and 
 layer with a backward pass of its own, for the trainer; the engine's steps use the pieces (`engines/native/kernels`).
 
 Nothing is added by atomics, so results do not change from run to run. Sizes depend on the number of tokens alone, and
-the host reads nothing.
+the host reads nothing, except for torch's grouped products on devices below capability 9.0.
 """
 
 # ruff: noqa: N803 - compile-time constants of a kernel are in capitals
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from stretto.models.expert_products import grouped_product
 from stretto.models.triton_jit import kernel, power_of_two, tl
@@ -118,10 +119,10 @@ def group(ids: Tensor, groups: int) -> Grouping:
 
     A program looks for the pairs of one group, so this is for hundreds of groups, not for many thousands.
     """
-    ids, pairs = ids.contiguous(), ids.numel()
-    order, place = torch.empty(2, pairs, dtype=torch.int32, device=ids.device)
+    ids, pairs = ids.to(torch.int64).contiguous(), ids.numel()
+    order, place = (torch.empty(pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(groups, dtype=torch.int32, device=ids.device)
-    block = min(GROUP_BLOCK, power_of_two(pairs))
+    block = min(GROUP_BLOCK, power_of_two(pairs, 128))
     _group_kernel[(groups,)](ids, order, place, ends, pairs, block, num_warps=GROUP_WARPS)
     return Grouping(order, place, ends)
 
@@ -188,6 +189,7 @@ class _RoutedExperts(torch.autograd.Function):
         return combine(made, weights, own.place, chosen)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, both, order, place, ends = ctx.saved_tensors
         of_x, _, _, of_up, of_down = ctx.needs_input_grad
@@ -201,6 +203,7 @@ class _RoutedExperts(torch.autograd.Function):
             d_down = grouped_outer(rows, scaled, ends)
         if of_up:
             d_up = grouped_outer(d_both, x.index_select(0, tokens), ends)
+        del rows, inner, scaled  # the next product is the largest
         if of_x:
             d_x = combine(grouped_product(d_both, up, ends), None, place, chosen, x.dtype)
         return d_x, None, d_weights, d_up, d_down

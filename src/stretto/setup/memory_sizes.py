@@ -126,7 +126,7 @@ def activation_bytes(
     keeps that to within 2 %, with adapters and without. The stock modules keep 1.2 to 1.4 times as many elements, in
     half precision many of them in float32. With `checkpointing` every layer keeps its input alone.
 
-    Of a mixture of experts, the kernels on CUDA keep gate and up for each of a token's experts
+    Of a mixture of experts, the kernels on CUDA, in bfloat16, keep gate and up for each of a token's experts
     (`models/expert_kernels.py`). Without them, which is so with adapters on experts, each expert keeps what a
     feed-forward layer keeps, its input, and its output in float32. On a CPU attention is not compiled, and keeps more.
     """
@@ -143,9 +143,9 @@ def activation_bytes(
     if mixture:
         inner, wide = getattr(config, "moe_intermediate_size", None) or dense, 2 if dtype in HALF else 1
         of_expert = (1 + wide) * width + (3 + 2 * wide) * inner
-        if packed and device.type == "cuda" and not adapts_experts:
+        if packed and device.type == "cuda" and dtype == torch.bfloat16 and not adapts_experts:
             feed_forward, of_expert = 0.0, 2 * inner
-            of_experts_backward = config.num_experts_per_tok * (2 * width + inner)  # beside as much as is kept
+            of_experts_backward = config.num_experts_per_tok * (2 * width + 2 * inner)  # beside as much as is kept
         shared = getattr(config, "shared_expert_intermediate_size", None) or 0
         feed_forward = max(feed_forward, config.num_experts_per_tok * of_expert + factor * 3 * shared)
     layer = int(factor * ((2 + 2 * stream) * width + (3 * heads + 4 * kv_heads) * size) + feed_forward)

@@ -1,7 +1,8 @@
 """The experts of a layer: each token through the few that its router chose, grouped by expert.
 
 On a GPU, a decode step has kernels of its own (`expert_decode.py`). For more tokens, the pairs of token and expert are
-sorted by expert, and each linear layer of all experts is one grouped product (`torch.nn.functional.grouped_mm`). Sizes
+sorted by expert, and each linear layer of all experts is one grouped product (`torch.nn.functional.grouped_mm`). Below
+capability 9.0 torch asks the host for the sizes of the groups, so that the decode kernels serve all sizes there. Sizes
 depend on the number of tokens alone and nothing is read by the host, so a step can be captured. On a CPU, each expert
 that has tokens is a product of its own, and small groups are padded, so that a token's result does not depend on its
 neighbours. Experts may have the adapters of several slots.
@@ -9,6 +10,7 @@ neighbours. Experts may have the adapters of several slots.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +25,12 @@ from stretto.models.float32_products import wide_mm
 
 Gate = Callable[..., Tensor]
 """`activation(gate) * up`: the function `gate` of the set of kernels."""
+
+
+@functools.cache
+def grouped_on_device(device: torch.device) -> bool:
+    """True if grouped products run without the host, so that a step with them can be captured."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def choose_experts(x: Tensor, router: Tensor, chosen: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -74,8 +82,10 @@ def grouped_experts(
 ) -> Tensor:
     """Returns the weighted sum [T, width] of each token's experts in float32. `padding` is not needed."""
     tokens, chosen = ids.shape
-    few = expert_decode.tilings(tokens * chosen, len(up)) if adapters is None and x.is_cuda else None
-    if few is not None:
+    few = expert_decode.tilings(tokens * chosen, len(up))
+    if few is None and x.is_cuda and not grouped_on_device(x.device):
+        few = expert_decode.TILINGS[-1][1:]
+    if few is not None and adapters is None and x.is_cuda:
         return expert_decode.experts_of_few(x, ids, weights, up, down, activation, *few)
     inner, count = down.shape[2], 1 if adapters is None else adapters.num_slots
     groups = ids if adapters is None else ids * count + adapters.slots[:, None]
