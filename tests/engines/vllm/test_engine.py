@@ -331,20 +331,25 @@ def test_the_time_until_the_first_token_counts_as_work(fake_children: Children, 
     core.close()
 
 
-def test_frames_with_parts_of_one_step_count_as_one_step(fake_children: Children) -> None:
-    """vLLM hands out a step of more than 128 rows in several parts. The loop takes a step for a token of each row."""
+def test_steps_are_those_of_vllm_however_their_tokens_come(fake_children: Children, model: Any) -> None:
+    """In parts of a step, as vLLM hands out more than 128 rows, or several tokens at once, each request at its time."""
     core = fake_children.core(options_of("model"))
+    core.load(probed_weights("lora", model, 0, fake=True))
+    for number in range(4):
+        core.add(replace(request_of(number), sampling=Sampling(100)))
+    keys = list(core._by_key)
 
     def steps(*parts: tuple[int, ...], tokens: int = 1) -> int:
         before = core.report().steps
-        for keys in parts:
-            made = tuple(range(tokens)), (-1.0,) * tokens
-            core._take_in(frames.Tokens(tuple(frames.Piece(1_000_000 + key, *made) for key in keys)))
+        for own in parts:
+            made = (1,) * tokens, (-1.0,) * tokens
+            core._take_in(frames.Tokens(tuple(frames.Piece(keys[number], *made) for number in own)))
         return core.report().steps - before
 
-    assert steps((1, 2), (3, 4), (1, 2), (3, 4)) == 2
-    assert steps((1, 2, 3, 4), (1, 2, 3, 4)) == 2
-    assert steps((1,), tokens=3) == 3
+    assert steps((0, 1), (2, 3), (0, 1), (2, 3)) == 2
+    assert steps((0, 1, 2, 3), (0, 1, 2, 3)) == 2
+    assert steps((0,), (1,), (2,), (3,), tokens=16) == 16
+    assert steps((0, 1), (2, 3), tokens=16) == 16
     core.close()
 
 

@@ -75,6 +75,7 @@ class _Trajectory:
     started_at: float = 0.0  # 0: it has no token from here yet, and was not started elsewhere
     prefilled: int = 0
     is_running: bool = False
+    step: int = 0  # of the engine, that its last token is of
 
     @property
     def made(self) -> int:
@@ -111,7 +112,6 @@ class VllmEngine:
         self._by_key: dict[int, _Trajectory] = {}
         self._ended: list[Completion | Failed] = []
         self._counters = Counters()
-        self._in_step: set[int] = set()  # keys of requests that have a token of the present step
         self._accounted_at = time.perf_counter()
         self._num_rollouts = 0  # trajectories that the child has had since then, without those of evaluation
 
@@ -334,23 +334,22 @@ class VllmEngine:
 
     def _take_in(self, frame: frames.Tokens) -> None:
         self._account()
-        self._count_steps(frame)
         now = clock.now()
         for piece in frame.pieces:
             trajectory = self._by_key.get(piece.key)
             if trajectory is not None:  # else it was aborted because a string stopped it
                 self._continue(trajectory, piece, now)
 
-    def _count_steps(self, frame: frames.Tokens) -> None:
-        """Counts the steps of vLLM in which the tokens of a frame were made.
+    def _count_steps(self, trajectory: _Trajectory, num_tokens: int) -> None:
+        """Counts the steps of vLLM: as many as the trajectory that is furthest has tokens of.
 
-        vLLM hands out a step of many rows in parts, so frames whose requests differ may be of one step. If it is read
-        late, one piece has the tokens of several.
+        A running one has a token of every step. Its tokens may come several at once, and those of one step in several
+        frames. The first token of a trajectory is of a step that others have a token of, if there are others.
         """
-        keys = {piece.key for piece in frame.pieces}
-        is_new = not self._in_step or not self._in_step.isdisjoint(keys)
-        self._in_step = keys if is_new else self._in_step | keys
-        self._counters.steps += is_new + max([0, *(len(piece.tokens) - 1 for piece in frame.pieces)])
+        if not trajectory.is_running:
+            trajectory.step = max(self._counters.steps, 1) - 1
+        trajectory.step += num_tokens
+        self._counters.steps = max(self._counters.steps, trajectory.step)
 
     def _continue(self, trajectory: _Trajectory, piece: frames.Piece, now: float) -> None:
         request = trajectory.request
@@ -358,6 +357,7 @@ class VllmEngine:
             self._forget(trajectory)
             self._ended.append(Failed(request.id, RequestError(f"request {request.id} failed: {piece.error}")))
             return
+        self._count_steps(trajectory, len(piece.tokens))
         if not trajectory.is_running:
             trajectory.is_running = True
             trajectory.started_at = trajectory.started_at or now
