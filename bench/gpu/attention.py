@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu.cells import provenance
+from bench.gpu.cells import write_results
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.kernels import prefill_attention
 from stretto.engines.native.kernels.decode_attention import paged_decode
@@ -274,10 +273,7 @@ def main() -> None:
     if options.tune:
         tune(options)
         return
-    found = run(options)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**provenance(), "results": found}, indent=1) + "\n")
+    write_results(options.out, run(options))
 
 
 if __name__ == "__main__":

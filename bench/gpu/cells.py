@@ -125,6 +125,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def write_results(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the results of a bench that has no cells to one JSON file, with where they come from; None: nowhere."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**provenance(), "results": found}, indent=1) + "\n")
+
+
 def _program() -> list[str]:
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     return ["python", "-m", module.name] if module is not None else ["python", Path(sys.argv[0]).name]

@@ -12,7 +12,6 @@ weights of the experts that have tokens once, at the rate of a copy that is meas
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.attention import milliseconds
-from bench.gpu.cells import integers, provenance
+from bench.gpu.cells import integers, write_results
 from bench.gpu.floor import measure_rates
 from stretto.engines.native.kernels import expert_decode, layers
 from stretto.engines.native.kernels.expert_decode import TILINGS, Tiling, choose, experts_of_few
@@ -145,10 +144,7 @@ def main() -> None:
     if options.tune:
         tune(options)
         return
-    found = run(options)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**provenance(), "results": found}, indent=1) + "\n")
+    write_results(options.out, run(options))
 
 
 if __name__ == "__main__":
