@@ -50,7 +50,8 @@ def label_of(cell: dict[str, Any]) -> str:
     if cell["side"] == "trl":
         return f"TRL {cell['versions']['trl']}, vLLM {cell['versions']['vllm']}"
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
-    return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}"
+    full = ", full" if cell["parameters"].get("in_flight") == "full" else ""
+    return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{full}"
 
 
 def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
