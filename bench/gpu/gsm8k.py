@@ -32,15 +32,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from bench.gpu.answers import answer_all, prompts_of, stop_tokens
 from bench.gpu.cells import Cell, add_options, from_options, integers, words
 from bench.gpu.problems import load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 from stretto.engines.native.engine import NativeEngine
-from stretto.engines.threaded import Failed
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_model, load_tokenizer
 from stretto.recipe.reading import load_recipe
 from stretto.recipe.schema import Recipe
-from stretto.types import Completion, Request, Sampling, Weights
+from stretto.types import Request, Sampling, Weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k.toml"
 REWARD = "stretto.environments.rewards.mathematics:reward"
@@ -226,10 +226,7 @@ def whole_test(options: argparse.Namespace, policy: Path, max_tokens: int) -> di
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     problems = read_problems(options.problems, "test", options.test_problems)
     tokenizer = load_tokenizer(options.model)
-    prompts = [
-        tuple(tokenizer.apply_chat_template(list(each["messages"]), add_generation_prompt=True, return_dict=False))
-        for each in problems
-    ]
+    prompts = prompts_of(tokenizer, problems)
     context = max(len(prompt) for prompt in prompts) + max_tokens + MARGIN
     rows = min(TEST_ROWS, 4 * len(problems))
     model = load_model(options.model, dtype, torch.device(options.device))
@@ -252,17 +249,12 @@ def whole_test(options: argparse.Namespace, policy: Path, max_tokens: int) -> di
     }
     for version in weights:
         engine.load(version)
-    for place, ((moment, _), sampling) in enumerate(asked.items()):
-        for number, prompt in enumerate(prompts):
-            id = place * len(prompts) + number
-            engine.add(Request(id, int(moment == "after"), prompt, id, sampling))
-    began, done = time.perf_counter(), dict[int, Completion]()
-    while engine.has_work:
-        for each in engine.step():
-            if isinstance(each, Failed):
-                raise each.error
-            done[each.id] = each
-    seconds = time.perf_counter() - began
+    requests = [
+        Request(place * len(prompts) + number, int(moment == "after"), prompt, place * len(prompts) + number, sampling)
+        for place, ((moment, _), sampling) in enumerate(asked.items())
+        for number, prompt in enumerate(prompts)
+    ]
+    done, seconds = answer_all(engine, requests)
     engine.close()
     reward, found = load_reward(options.reward), dict[str, dict[str, Any]]()
     for place, (moment, way) in enumerate(asked):
@@ -273,13 +265,6 @@ def whole_test(options: argparse.Namespace, policy: Path, max_tokens: int) -> di
     tokens = sum(len(each.tokens) for each in done.values())
     flat = {f"{moment}_{way}": found[moment][way]["accuracy"] for moment, way in asked}
     return {**flat, "seconds": seconds, "tokens_per_s": tokens / seconds, **found}
-
-
-def stop_tokens(tokenizer: Any, model: Any) -> tuple[int, ...]:
-    """The tokens that end a text, by the tokenizer and by the model."""
-    ends = model.generation_config.eos_token_id
-    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    return tuple(sorted(token for token in found if token is not None))
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
