@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from stretto.assembly.check import describe_routing
 from stretto.assembly.policy_export import export
+from stretto.assembly.recompute import recompute
 from stretto.assembly.retrain import retrain
 from stretto.errors import RecipeError, TrainerError
 from stretto.models.adapters import read_adapter
 from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_config
 from stretto.store.reader import JournalReader
-from stretto.store.verify import exit_code, verify
+from stretto.store.schema import JOURNAL_NAME
+from stretto.store.verify import conclusion, exit_code, verify
 
 SHORT = ("rollout.staleness=2", "rollout.max_tokens=16", "evaluation.prompts=0")
 
@@ -43,6 +48,7 @@ def test_a_run_that_keeps_its_records_is_extended_and_trained_again_to_the_same_
         assert sample.completion.routing is not None
         assert sample.completion.routing.shape == (len(sample.prompt) + len(sample.completion.tokens) - 1, 2, 2)
     assert exit_code(verify(folder)) == 0
+    assert conclusion(verify(folder)).endswith("`verify --recompute N` (log-probabilities)")
     assert retrain(folder).difference is None
 
 
@@ -75,9 +81,14 @@ def test_records_are_forgotten_with_the_last_checkpoint_and_a_replay_says_so(mix
         trained = reader.trained()
     left = {int(path.name.split("-")[0]) for path in (folder / "routing").rglob("*.bin")}
     assert not left & set(trained)
-    assert exit_code(verify(folder)) == 0
-    with pytest.raises(TrainerError, match=r"no record of its routing.*`training\.keep_routing = true`"):
-        retrain(folder)
+    findings = verify(folder)
+    assert exit_code(findings) == 0
+    said = conclusion(findings)
+    assert "cannot be found: `stretto replay` and `verify --recompute N` need the records of routing" in said
+    assert f"those of {len(trained)} trained samples are deleted" in said
+    for again in (retrain, partial(recompute, count=4)):
+        with pytest.raises(TrainerError, match=r"no record of its routing.*`training\.keep_routing = true`"):
+            again(folder)
 
 
 def test_a_run_with_free_routing_records_nothing(mixture: Path, tmp_path: Path) -> None:
@@ -86,7 +97,14 @@ def test_a_run_with_free_routing_records_nothing(mixture: Path, tmp_path: Path) 
     assert not (folder / "routing").exists()
     with JournalReader(folder) as reader:
         assert 0 < reader.update_metrics(1)["expert_entropy"] <= 1, "by the trainer's own forward"
+    assert conclusion(verify(folder)).endswith("`verify --recompute N` (log-probabilities)")
     assert retrain(folder).difference is None
+    assert recompute(folder, 4).breaks == []
+    with contextlib.closing(sqlite3.connect(folder / JOURNAL_NAME)) as db, db:
+        db.execute("UPDATE completions SET logprobs = zeroblob(length(logprobs))")
+    broken = recompute(folder, 4).breaks
+    assert len(broken) == 4
+    assert all("near a tie another expert" in each for each in broken)
 
 
 def test_check_states_the_size_of_records_and_refuses_an_option_without_effect(mixture: Path, tmp_path: Path) -> None:

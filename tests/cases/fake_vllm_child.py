@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -64,7 +65,8 @@ class FakeBackend:
         if options.model == "missing":
             raise RuntimeError("there is no such model")
         if options.model == "blocks":
-            time.sleep(600)  # as vLLM blocks the loop while it starts
+            subprocess.Popen(["sleep", "600"])
+            time.sleep(600)  # as vLLM blocks the loop while it starts, with a process of its own
         self._rows = options.rows
         return frames.Ready("vllm 0.0.fake")
 

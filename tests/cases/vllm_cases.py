@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,19 @@ def options_of(model: str, **changes: Any) -> frames.ChildOptions:
         threads=1,
     )
     return replace(options, **changes)
+
+
+def blocked_child(folder: Path) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A child that starts for ever, as vLLM does while it loads a model, with a process of its own."""
+    ours, theirs = socket.socketpair()
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "fake_vllm_child", str(theirs.fileno()), str(folder)]
+    child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
+    theirs.close()
+    pipe = Connection(ours.detach())
+    pipe.send(frames.Start(1, options_of("blocks")))
+    return child, pipe
 
 
 class Children:

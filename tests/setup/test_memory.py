@@ -19,6 +19,7 @@ from stretto.models.tiny import WarmStart, tiny_config, tiny_model, tiny_moe_con
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA
+from stretto.setup.factories import make_native_engine
 from stretto.setup.memory import footprint, kv_tokens, out_of_memory
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB, activation_bytes, engine_rows, kv_bytes_per_token, longest_trajectory
@@ -91,6 +92,18 @@ def test_slots_of_adapters_on_experts_are_planned_as_the_engine_pads_them(rank: 
     slots = slot_experts(tree, tuple(lora["targets"]), made.num_slots, rank, SlotMask(made.num_slots, rank, CPU))
     held = sum(factor.nbytes for each in slots.values() for factor in each.factors)
     assert footprint(made, tiny_moe_config(), 16, CPU).versions == held
+
+
+@pytest.mark.parametrize(("routing", "record"), [("auto", 4), ("free", 0)])
+def test_records_of_routing_are_planned_beside_the_cache_if_the_engine_keeps_them(routing: str, record: int) -> None:
+    made = parse_recipe(
+        {"model": {"path": "tiny-moe"}, "task": {"type": "countdown-chain"}, "training": {"routing": routing}}
+    )
+    need, plain = footprint(made, tiny_moe_config(), 16, CPU), tiny_moe_config()
+    keys_and_values = 2 * plain.num_hidden_layers * plain.num_key_value_heads * plain.head_dim * 4
+    assert need.kv == need.kv_tokens * (keys_and_values + record)
+    engine = make_native_engine(made, Qwen3MoeForCausalLM(plain).eval(), 256, str)
+    assert (engine._cache.routing is not None) == bool(record)
 
 
 def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:

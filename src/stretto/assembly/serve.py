@@ -173,6 +173,7 @@ async def load(
             lora_rank=policy.rank,
             lora_targets=None if policy.rank is None else sorted({name.rpartition(".")[0] for name in weights.tensors}),
             decode=decoder_of(tokenizer),
+            records_routing=False,
         )
 
     threads = 1 if device.type == "cuda" else available_cores()
@@ -201,5 +202,5 @@ def _kv_tokens(config: Any, dtype: torch.dtype, device: torch.device, rows: int)
     wanted = rows * context_length(config)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(1, min(wanted, int(free * KV_SHARE) // kv_bytes_per_token(config, dtype)))
-    return max(1, min(wanted, (KV_GIB << 30) // kv_bytes_per_token(config)))
+        return max(1, min(wanted, int(free * KV_SHARE) // kv_bytes_per_token(config, dtype, records_routing=False)))
+    return max(1, min(wanted, (KV_GIB << 30) // kv_bytes_per_token(config, records_routing=False)))

@@ -81,7 +81,7 @@ def load_driver_inputs(
         min_p=recipe.rollout.min_p,
         stop_tokens=stop_tokens(model_path, config, tokenizer),
         stop_strings=recipe.rollout.stop,
-        routing=recipe.training.routing != "free",
+        routing=recipe.training.records_routing,
     )
     vocabulary = int(config.get_text_config().vocab_size)
     return DriverInputs(inputs, decoder_of(tokenizer), sampling, thread_counts(recipe), vocabulary, tokenizer)
@@ -117,6 +117,7 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
         prefill_tokens=recipe.rollout.prefill_tokens,
         decode=decode,
         deterministic=recipe.runtime.deterministic,
+        records_routing=recipe.training.records_routing,
     )
 
 

@@ -169,14 +169,16 @@ def footprint(
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
     text = config.get_text_config()
+    records = recipe.training.records_routing
     if free is not None and on_cuda:
-        per_token = kv_bytes_per_token(text, choose_dtype(recipe.model.dtype, device)) * kv_copies(recipe, text)
+        dtype = choose_dtype(recipe.model.dtype, device)
+        per_token = kv_bytes_per_token(text, dtype, records_routing=records) * kv_copies(recipe, text)
         advice = remedies(recipe, trains=trains, here=here)
         room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
         one = longest_trajectory(recipe, longest_prompt)
         tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
     else:
-        per_token = kv_bytes_per_token(text)
+        per_token = kv_bytes_per_token(text, records_routing=records)
         tokens = kv_tokens(recipe, text, longest_prompt)
     return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
 
@@ -313,7 +315,8 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     if recipe.rollout.kv_tokens is not None:
         return recipe.rollout.kv_tokens // recipe.runtime.instances
     one = longest_trajectory(recipe, longest_prompt)
-    cap = KV_BYTES_BY_DEFAULT // (kv_bytes_per_token(config) * instances_per_device(recipe))
+    per_token = kv_bytes_per_token(config, records_routing=recipe.training.records_routing)
+    cap = KV_BYTES_BY_DEFAULT // (per_token * instances_per_device(recipe))
     return max(one, min(engine_rows(recipe) * one, cap))
 
 

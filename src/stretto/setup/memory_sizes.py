@@ -60,13 +60,13 @@ def kv_copies(recipe: Recipe, config: Any) -> int:
     return max(1, recipe.engine.tensor_parallel // int(heads))
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32) -> int:
+def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, records_routing: bool = True) -> int:
     """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32.
 
-    The record of a token's routing is kept beside them.
+    With `records_routing`, the record of a token's routing is kept beside them.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    routing = shape_of_config(config)
+    routing = shape_of_config(config) if records_routing else None
     record = 0 if routing is None else routing.bytes_per_token
     return int(2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize) + record
 

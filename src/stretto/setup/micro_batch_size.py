@@ -61,7 +61,8 @@ def describe_micro_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
 
 def _leaves_room(recipe: Recipe, config: Any, need: Footprint, one: int, device: torch.device, free: int) -> bool:
     """True if the KV cache keeps what the recipe names, or what it should have by default."""
-    per_token = kv_bytes_per_token(config.get_text_config(), choose_dtype(recipe.model.dtype, device))
+    text, dtype = config.get_text_config(), choose_dtype(recipe.model.dtype, device)
+    per_token = kv_bytes_per_token(text, dtype, records_routing=recipe.training.records_routing)
     both = free - (need.without_kv - need.working)
     if recipe.rollout.kv_tokens is not None:
         return need.working <= both - recipe.rollout.kv_tokens * per_token

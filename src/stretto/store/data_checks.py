@@ -76,6 +76,7 @@ class DataResult:
     num_samples: int = 0  # of those updates
     ages: Counter[int] = field(default_factory=Counter)  # of the samples of all batches; of its oldest token each
     has_config: bool = False  # `config.toml` was there to be compared
+    num_unrouted: int = 0  # trained samples whose record of routing is deleted
 
 
 def check_data(
@@ -92,20 +93,25 @@ def check_data(
     result.breaks += _sessions(db)
     result.breaks += _prompts(db, facts.get("vocabulary", 0))
     result.breaks += _seeds(db, facts.get("seed"))
-    result.breaks += _routing(db, folder)
+    _check_routing(db, folder, result)
     result.breaks += phase_breaks(phases, facts)
     result.breaks += rest_of_folder(folder, facts, phases, result.num_updates)
     return result
 
 
-def _routing(db: sqlite3.Connection, folder: Path) -> Iterator[str]:
-    """Yields the records of routing that are not those that the journal has the stamps of. They may be gone."""
-    rows = db.execute("SELECT trajectory, lineage, routing FROM completions WHERE routing IS NOT NULL")
-    for trajectory, lineage, stamped in rows:
+def _check_routing(db: sqlite3.Connection, folder: Path, result: DataResult) -> None:
+    """Checks that records of routing are those that the journal has the stamps of. They may be gone."""
+    rows = db.execute(
+        "SELECT trajectory, lineage, routing, EXISTS (SELECT 1 FROM members m WHERE m.trajectory = c.trajectory AND "
+        "m.lineage = c.lineage) FROM completions c WHERE routing IS NOT NULL"
+    )
+    for trajectory, lineage, stamped, is_trained in rows:
         try:
-            read_record(folder, trajectory, lineage, stamped)
+            is_there = read_record(folder, trajectory, lineage, stamped) is not None
         except (OSError, TypeError, ValueError) as error:
-            yield f"trajectory {trajectory}: {error}"
+            result.breaks.append(f"trajectory {trajectory}: {error}")
+            continue
+        result.num_unrouted += is_trained and not is_there
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------

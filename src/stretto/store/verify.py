@@ -69,6 +69,7 @@ class Finding:
     counts: str  # what was checked, as text
     details: tuple[str, ...] = ()
     by_recipe: int | None = None  # breaks that the recipe asks for; None: it does not give up this law
+    unrouted: int = 0  # of "data": trained samples whose record of routing is deleted
 
     @property
     def holds(self) -> bool:
@@ -148,9 +149,16 @@ def conclusion(findings: Sequence[Finding]) -> str:
     """Returns one line that says what was proved, and what only training or scoring again can prove."""
     if not all(finding.holds for finding in findings):
         return "not proved: the journal contradicts itself or its run folder, see above"
+    proved = "proved: nothing that was trained on has changed since its update. A journal that was rewritten as a whole"
+    if unrouted := sum(finding.unrouted for finding in findings):
+        return (
+            f"{proved}, digests included, cannot be found: `stretto replay` and `verify --recompute N` need the "
+            f"records of routing, and those of {unrouted:,} trained samples are deleted; with "
+            "`training.keep_routing = true` a run keeps them"
+        )
     return (
-        "proved: nothing that was trained on has changed since its update. A journal that was rewritten as a whole, "
-        "digests included, is found only by `stretto replay` (weights) or `verify --recompute N` (log-probabilities)"
+        f"{proved}, digests included, is found only by `stretto replay` (weights) or `verify --recompute N` "
+        "(log-probabilities)"
     )
 
 
@@ -470,6 +478,14 @@ def _findings(db: sqlite3.Connection, run: _Run, data: DataResult) -> list[Findi
     excused = {"1": run.mixed if run.params["continues"] else None, "2": dropped if run.params["drops"] else None}
     by_recipe = {"2": dropped} if any(run.params[name] for name in RESERVES) else {}
     return [
-        Finding(law, len(breaks), excused.get(law), counts[law], tuple(breaks[:NUM_DETAILS]), by_recipe.get(law))
+        Finding(
+            law,
+            len(breaks),
+            excused.get(law),
+            counts[law],
+            tuple(breaks[:NUM_DETAILS]),
+            by_recipe.get(law),
+            data.num_unrouted if law == "data" else 0,
+        )
         for law, breaks in run.breaks.items()
     ]

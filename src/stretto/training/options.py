@@ -87,7 +87,7 @@ class TrainingOptions(Options):
 
     @model_validator(mode="after")
     def _keeps_what_is_recorded(self) -> TrainingOptions:
-        if self.keep_routing and self.routing == "free":
+        if self.keep_routing and not self.records_routing:
             raise ValueError(
                 '`training.keep_routing = true` has nothing to keep with `training.routing = "free"`, which records no '
                 "routing; leave one of them out"
@@ -109,6 +109,11 @@ class TrainingOptions(Options):
                 "earlier, or end later"
             )
         return self
+
+    @property
+    def records_routing(self) -> bool:
+        """True if engines record the experts of the tokens that are trained on, if they can."""
+        return self.routing != "free"
 
     @property
     def schedule_bounds(self) -> tuple[int, int]:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import full
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from stretto.engines.native.cache import RoutingRead
 from stretto.engines.native.engine import NativeEngine
 from stretto.errors import RequestError
-from stretto.models.routing import RoutingTap
+from stretto.models.routing import RoutingTap, routers_of
 from stretto.models.tiny import random_mixture
 from stretto.types import Completion, Request, Sampling
 
@@ -72,6 +73,42 @@ def test_requests_that_do_not_ask_and_dense_engines_have_no_record(mixture: Any)
     engine = engine_of(mixture, records_routing=False)
     engine.add(Request(0, 0, PROMPT, 0, Sampling(3)))
     assert finish(engine)[0].routing is None
+    assert engine._cache.routing is None
+
+
+def test_an_engine_without_records_passes_its_check_where_rounding_decides_between_experts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With other experts, the logits of this model differ by 0.37 of their size, and a slower decoder would run."""
+    mixture = random_mixture(9).to(torch.bfloat16)
+    for records in (True, False):
+        engine = NativeEngine(
+            mixture, kind="full", slots=1, rows=8, kv_tokens=1024, max_context=128, records_routing=records
+        )
+        assert (engine._cache.routing is not None) == records
+    assert not caplog.records
+
+
+def test_modules_of_transformers_record_nothing_without_records() -> None:
+    torch.manual_seed(3)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = OlmoeForCausalLM(OlmoeConfig(num_experts=4, num_experts_per_tok=2, eos_token_id=1, **sizes)).eval()
+    done = {}
+    for records in (True, False):
+        engine = engine_of(model, records_routing=records)
+        engine.add(Request(0, 0, PROMPT, 0, Sampling(6)))
+        done[records] = finish(engine)[0]
+        hooks = [len(router._forward_hooks) for tree in engine._slots.trees for router in routers_of(tree)]
+        assert hooks == [int(records)] * 2
+    assert done[True].routing is not None
+    assert done[False].routing is None
+    assert np.array_equal(done[True].tokens, done[False].tokens)
 
 
 @pytest.mark.parametrize("kv", [True, False])

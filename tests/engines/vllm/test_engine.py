@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from engine_cases import prompt_of
 from fake_vllm_child import DIES_OF, ENDS_OF, FAILS_OF
-from vllm_cases import Children, options_of, probed_weights
+from vllm_cases import Children, blocked_child, options_of, probed_weights
 from vllm_faults import ADAPTER_FAULTS
 
 import stretto.engines.vllm.engine as engine_module
@@ -211,18 +211,65 @@ def test_a_child_that_takes_too_long_to_start_is_ended() -> None:
 
 def test_a_child_that_is_still_starting_ends_with_its_pipe(tmp_path: Path) -> None:
     """The driver is killed while vLLM loads the model, and blocks the loop of the child."""
-    ours, theirs = socket.socketpair()
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "fake_vllm_child", str(theirs.fileno()), str(folder)]
-    child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), start_new_session=True, env=environment)
-    theirs.close()
-    pipe = Connection(ours.detach())
-    pipe.send(frames.Start(1, options_of("blocks")))
+    child, pipe = blocked_child(tmp_path / "folder")
+    assert _until(lambda: "sleep" in _group(child.pid))
     pipe.close()
     assert child.wait(60) != 0
-    assert not folder.exists()
+    assert _until(lambda: not _group(child.pid)), _group(child.pid)
+    assert not (tmp_path / "folder").exists()
+
+
+def _group(leader: int) -> set[str]:
+    """The names of the processes of a group."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, rest = path.read_text().split("(", 1)[1].rsplit(")", 1)
+            state, _, group = rest.split()[:3]
+            if int(group) == leader and state != "Z":
+                found.add(name)
+    return found
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+def test_a_child_that_is_killed_while_it_starts_leaves_no_processes(tmp_path: Path) -> None:
+    child, pipe = blocked_child(tmp_path / "folder")
+    assert _until(lambda: "sleep" in _group(child.pid))
+    child.kill()
+    child.wait()
+    assert _until(lambda: not _group(child.pid)), _group(child.pid)
+    assert (tmp_path / "folder").exists(), "its engine is there, reads the log in it and removes it"
+    pipe.close()
+
+
+def test_a_child_that_is_killed_with_its_engine_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
+    """So does Ray with an actor: it kills the processes that the actor has started, and not those below."""
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from vllm_cases import blocked_child\n"
+        "child, pipe = blocked_child(Path(sys.argv[1]))\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    folder = tmp_path / "folder"
+    command = [sys.executable, "-c", program, str(folder)]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert engine.stdout is not None
+    child = int(engine.stdout.readline())
+    assert _until(lambda: "sleep" in _group(child))
+    os.kill(child, signal.SIGKILL)
+    engine.kill()
+    engine.wait()
+    assert _until(lambda: not _group(child)), _group(child)
+    assert _until(lambda: not folder.exists())
 
 
 def test_a_start_that_is_interrupted_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,13 +69,119 @@ def test_a_pattern_finds_its_last_match():
     [
         ("A", 1.0),
         ("**B**", 0.0),
-        ("A good answer, so: B", 0.0),
-        ("The answer is B.", 0.0),
         ("(A)", 1.0),
+        ("The answer is B.", 0.0),
+        ("I choose B, since it is a good answer.", 0.0),
+        ("B! B! B!", 0.0),
     ],
 )
-def test_the_last_word_of_the_choices_counts(answer, reward):
+def test_an_answer_with_one_of_the_choices_names_it(answer, reward):
     assert Choices({"A": 1.0, "B": 0.0}).reward(answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("There is no doubt: Yes", 1.0),
+        ("There is no doubt: yes.", 1.0),
+        ("There is no doubt. **Yes.**", 1.0),
+        ("There is no doubt\uff1ayes", 1.0),
+        ("No doubt -> yes", 1.0),
+        ("Is it yes or no? Yes!", 1.0),
+        ("Yes. There is no doubt.", 1.0),
+        ("**Yes.** There is no doubt.", 1.0),
+        ("**Verdict:** yes\n\nThere is no fault in it.", 1.0),
+        ("There is no fault in it.\n\nVerdict: **yes**", 1.0),
+        ("There is no fault in it.\n\n> Yes\n\n---\n", 1.0),
+        ("One could say yes to the first half.\n- No", 0.0),
+        ("Style: no\nFacts: no\nOverall: yes", 1.0),
+        ("Verdict: yes\nIn short: yes\nI have no doubt", 1.0),
+        ('There is no doubt.\n```json\n{"verdict": "yes"}\n```', 1.0),
+        ("There is no doubt. <verdict>yes</verdict>", 1.0),
+        ("One may say yes to a part of it, but the answer is no.", 0.0),
+        ("Not yes, so my final verdict is 'no'", 0.0),
+        ("Is it correct: yes or no? No.", 0.0),
+        ("<think>no, no, no</think>yes", 1.0),
+        ("_yes_", 1.0),
+        ("Verdict: _yes_", 1.0),
+    ],
+)
+def test_a_verdict_counts_before_other_words(answer, reward):
+    assert Choices({"yes": 1.0, "no": 0.0}).reward(answer) == reward
+    assert Choices({"no": 0.0, "yes": 1.0}).reward(answer) == reward
+    assert Choices({"Yes": 1.0, "No": 0.0}).reward(answer) == reward
+    assert Choices({"YES": 1.0, "NO": 0.0}).reward(answer) == reward
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "yes or no",
+        "Yes, there is no doubt",
+        "I say no, although one may say yes",
+        "Correct? Yes. Complete? No.",
+        "Choices: yes; no",
+        "Facts: yes\nStyle: no\nThe rest is fine",
+        "yes? no?",
+        "There is no doubt",
+        "There is no reason to say anything else.",
+        "I say: not yes",
+        "It isn\u2019t 'yes'",
+    ],
+)
+def test_an_answer_without_a_clear_verdict_is_unclear(answer):
+    for choices in ({"yes": 1.0, "no": 0.0}, {"Yes": 1.0, "No": 0.0}, {"YES": 1.0, "NO": 0.0}):
+        with pytest.raises(UnclearError, match=r"it names .* without a clear verdict"):
+            Choices(choices).reward(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("A good answer, so: B", 0.0),
+        ("A is a good answer. B", 0.0),
+        ("A is short, B is right.\n\nFinal verdict: [[B]]", 0.0),
+        ("A is short, and B is long. Therefore the better choice is B.", 0.0),
+        ("B is long; the answer is (A).", 1.0),
+    ],
+)
+def test_a_letter_is_a_verdict_at_the_end_of_a_line(answer, reward):
+    assert Choices({"A": 1.0, "B": 0.0}).reward(answer) == reward
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "A. The first one is short.\nThe second, B, is right.",
+        "There are two: A. It is short. B. It is long.",
+        "A, B: both are good.",
+        "A good answer, so B",
+        "Options: A (short) or B (long)",
+        "not A",
+    ],
+)
+def test_a_letter_before_a_sentence_may_be_a_list(answer):
+    with pytest.raises(UnclearError, match="without a clear verdict"):
+        Choices({"A": 1.0, "B": 0.0}).reward(answer)
+
+
+def test_capitals_decide_if_there_is_no_verdict():
+    choices = Choices({"YES": 1.0, "NO": 0.0})
+    assert choices.reward("YES, there are no faults") == 1.0
+    assert choices.reward("NO - one may say yes to the first half") == 0.0
+    assert choices.reward("NO doubt: yes") == 1.0
+    for answer in ("YES and NO", "There is NO doubt, yes", "Facts: yes. Style: NO."):
+        with pytest.raises(UnclearError, match="without a clear verdict"):
+            choices.reward(answer)
+
+
+def test_choices_with_equal_rewards_count_as_one():
+    choices = Choices({"yes": 1.0, "correct": 1.0, "incorrect": 0.0})
+    assert choices.reward("Yes, it is correct") == 1.0
+    with pytest.raises(UnclearError, match="it names yes, incorrect without a clear verdict"):
+        choices.reward("Yes, it is incorrect")
+    with pytest.raises(UnclearError, match="it names correct without a clear verdict"):
+        choices.reward("It is not correct.")
 
 
 def test_thoughts_that_were_cut_have_no_choice():
@@ -94,7 +200,11 @@ def test_longer_choices_are_found_in_any_case_and_not_within_words():
 
 
 def test_choices_that_differ_in_case_are_different():
-    assert Choices({"yes": 0.25, "Yes": 0.75}).reward("well, Yes then") == 0.75
+    choices = Choices({"yes": 0.25, "Yes": 0.75})
+    assert choices.reward("well, Yes then") == 0.75
+    assert choices.reward("well, yes then") == 0.25
+    with pytest.raises(UnclearError, match="it names yes, Yes without a clear verdict"):
+        choices.reward("YES")
 
 
 def test_a_question_is_filled_in_and_keeps_other_braces():

@@ -100,6 +100,10 @@ class KVCache:
         assert self.routing is not None
         self.routing.index_copy_(0, writes.to(torch.int64), ids.to(self.routing.dtype))
 
+    def stop_recording(self) -> None:
+        """Frees the records of routing, and keeps none from now on. No launch may use them."""
+        self._routing_shape = self.routing = None
+
     def read_routing(self, pages: Sequence[int], start: int, tokens: int) -> RoutingRead:
         """Starts to copy the record of tokens `start` to `tokens` of a list of pages to the host."""
         assert self.routing is not None

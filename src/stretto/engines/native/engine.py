@@ -86,7 +86,8 @@ class NativeEngine:
     request that follows one with `keep` may continue from the KV of that request, which changes it by rounding.
 
     `kernels` are those of the model's device unless given. With `records_routing`, requests of a mixture of experts
-    may ask for the experts of their tokens, if its router is one that can be recorded (`models/routing.py`).
+    may ask for the experts of their tokens, if its router is one that can be recorded (`models/routing.py`). Without
+    it, routing is recorded for the check at construction alone.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class NativeEngine:
         kernels = kernels_for(device) if kernels is None else kernels
         cache_dtype = torch.float32 if kernels.float32_cache else dtype
         # One page more than the budget: a prompt's last page exists twice while its first sample gets a copy.
-        routing = routing_shape(self._slots.trees[0]) if records_routing else None
+        routing = routing_shape(self._slots.trees[0])
         self._cache = KVCache(layers, kv_heads, head_size, num_pages(kv_tokens) + 1, cache_dtype, device, routing)
         self.capacity = replace(self.capacity, kv_bytes_per_token=self._cache.bytes_per_token)
         attention.cache = self._cache
@@ -145,6 +146,8 @@ class NativeEngine:
         self._busy_s = self._row_s = 0.0
         self._running, self._accounted_at = 0, time.perf_counter()
         self._prepare_steps(model, attention, heads, kernels, deterministic)
+        if not records_routing:
+            self._stop_recording()
 
     def _prepare_steps(
         self, model: nn.Module, attention: Attention, heads: int, kernels: Kernels, deterministic: bool
@@ -482,6 +485,11 @@ class NativeEngine:
         self._busy_s = self._row_s = 0.0
         self._schedule.prefilled = self._schedule.preemptions = 0
         self._schedule.host.rates = Rates()
+
+    @_on_device
+    def _stop_recording(self) -> None:
+        self._steps.wait()
+        self._cache.stop_recording()
 
     def _compare_one(self, model: nn.Module, length: int) -> None:
         if length < 1:

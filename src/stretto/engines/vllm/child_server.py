@@ -3,7 +3,7 @@
 A thread reads the pipe, so that the engine never waits for the child to read. Everything else runs in one event loop.
 The new tokens of all requests that came in one round of that loop leave in one frame. When the pipe ends, the engine is
 gone: the child ends then, with everything that it started, also if the backend blocks the loop, as vLLM does while it
-starts.
+starts. If the child itself is killed, its guard ends what it started (`process_group.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Protocol
 
 from stretto.engines.vllm import frames
+from stretto.engines.vllm.process_group import END_S, end_group, leads_group, start_guard
 from stretto.engines.vllm.weight_folders import checksum_of_folder
 from stretto.errors import ChecksumError, describe
 
 ABORT_S = 30.0  # for an aborted request to end
-END_S = 3.0  # for the processes of a child to end when they are asked to
 BLOCKED_S = 2 * END_S  # for the loop to notice the end of the pipe, and the child to end
 AGAIN_S = 0.1  # until it is aborted again
 
@@ -85,33 +85,19 @@ def run_child(backend: Backend, arguments: Sequence[str]) -> None:
     def kill() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         # Processes that the backend has started would outlive this one, and hold their memory.
-        if os.getpgid(0) == os.getpid():
+        if leads_group():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
+    start_guard(folder)
     try:
         asyncio.run(ChildServer(backend, connection, kill).serve())
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # an engine that was killed has not done so
-        if os.getpgid(0) == os.getpid():
+        if leads_group():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             end_group(os.getpid())
         kill()
-
-
-def end_group(group: int, is_child_gone: Callable[[], bool] = lambda: False) -> None:
-    """Ends all processes of a group: by a request, so that shared memory is freed, and then by force.
-
-    `is_child_gone` has the caller take the exit status of its own child, which would count as alive otherwise.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGTERM)
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline:
-            is_child_gone()
-            os.killpg(group, 0)  # raises once the group is empty
-            time.sleep(0.02)
-        os.killpg(group, signal.SIGKILL)
 
 
 class ChildServer:

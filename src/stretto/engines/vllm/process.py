@@ -1,7 +1,8 @@
 """The child process of an engine, as the engine sees it: frames over a pipe, deadlines, and the end of the process.
 
 The child has a process group of its own, with all that vLLM starts. Ending it kills the group: vLLM's workers outlive a
-child that was killed. When this process dies, the pipe ends, and the child ends itself.
+child that was killed. When this process dies, the pipe ends, and the child ends itself. If both are killed at once, as
+Ray does, a guard ends the group (`process_group.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from stretto.engines.vllm import frames
-from stretto.engines.vllm.child_server import end_group
+from stretto.engines.vllm.process_group import end_group
 from stretto.errors import ChecksumError, EngineError, RecipeError
 
 MODULE = "stretto.engines.vllm.child"

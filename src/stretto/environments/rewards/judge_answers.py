@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -18,6 +19,16 @@ NUMBER = re.compile(
     rf"|\b(?:out of|scale (?:of|from)){_GAP}(?:{_PLAIN}\s*(?:-|\u2013|to)\s*)?(?P<alone>{_PLAIN}){_WHOLE}"
 )
 THOUGHTS = re.compile(r"^.*</think>", re.DOTALL)
+TAG = re.compile(r"</?\w+>")
+SENTENCE_END = re.compile(r"(?<=[.!?;])[*_`\"'\u2019\u201d)\]}]*\s+")
+INTRODUCED = re.compile(r"[:\uff1a=\u2192]|->|=>")
+INTRODUCED_AT_THE_END = re.compile(
+    rf"{INTRODUCED.pattern}|\b(?:answer|verdict|choice|decision|judge?ment|conclusion|grade|rating|winner)\s+is\b",
+    re.IGNORECASE,
+)
+NEGATED = re.compile(r"(?:\bnot|n['\u2019]t)\s+[*_`\"'\u2018\u201c(]*$", re.IGNORECASE)  # before a word
+MARKUP = "*_`\"'\u2018\u2019\u201c\u201d()[]{}<>#-\u2022.,:;! \t"  # around a verdict
+LOOKED_BACK = 20  # characters before a word, for a `not`
 SHOWN = 400  # characters of an answer in an error
 
 
@@ -107,31 +118,96 @@ class Scale:
         return (score - self._low) / (self._high - self._low)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mention:
+    """A place of an answer that is one of the choices."""
+
+    words: tuple[str, ...]  # the choices that it may be: several if these differ in case only
+    in_capitals: bool  # as the choice is
+    is_doubtful: bool  # `not good`, `no doubt`
+
+
 class Choices:
-    """Finds one of some words, and returns its reward."""
+    """Finds one of some words, and returns its reward. Words with equal rewards count as one.
+
+    1. If the answer names one word alone, that is the choice. `not good` and `no doubt` do not name `good` and `no`.
+    2. Otherwise verdicts count: a word that has a line or a sentence for itself, or is all that follows a colon, or
+       ends the answer after `the answer is`. A letter is a verdict at the end of a line only: `A. ...` may be a list.
+       Verdicts of the last line win; if it has none, all verdicts must agree.
+    3. Without a verdict, words in capitals count, if the choices are written in capitals.
+    4. If all of this leaves none or several, the answer is unclear.
+
+    Case is ignored, except for single letters and for choices that differ in case only.
+    """
 
     def __init__(self, choices: Mapping[str, float], pattern: str | None = None) -> None:
         self._rewards = dict(choices)
         self._pattern = None if pattern is None else re.compile(pattern)
+        longest_first = sorted(self._rewards, key=len, reverse=True)  # one may begin with another
+        any_of = "|".join(re.escape(word) if len(word) == 1 else f"(?i:{re.escape(word)})" for word in longest_first)
+        self._words = re.compile(rf"(?<!\w)(?:{any_of})(?!\w)")
         self.wanted = "one of " + ", ".join(self._rewards)
 
     def reward(self, answer: str) -> float:
-        """Returns the reward. Raises `UnclearError` if none of the words is there."""
+        """Returns the reward. Raises `UnclearError` if none of the words is there, or none of several counts."""
         text = _without_thoughts(answer)
         if self._pattern is not None:
             found = _last_group(self._pattern, text).strip()
             if found not in self._rewards:
                 raise UnclearError(f"`{found}` is not {self.wanted}")
             return self._rewards[found]
-        words = sorted(self._rewards, key=len, reverse=True)  # the longest first: one may begin with another
-        alone = text.strip().strip("*_`\"'().:[] \n")
-        if alone in self._rewards:
-            return self._rewards[alone]
-        if exact := _standing_alone(words, text, re.NOFLAG):
-            return self._rewards[exact[-1]]
-        if similar := _standing_alone([word for word in words if len(word) > 1], text, re.IGNORECASE):
-            return next(reward for word, reward in self._rewards.items() if word.lower() == similar[-1].lower())
-        raise UnclearError(f"it has none of {', '.join(self._rewards)}")
+        mentions = self._mentions(text)
+        named = [word for mention in mentions for word in mention.words]
+        if not any(mention.is_doubtful for mention in mentions) and (reward := self._common(named)) is not None:
+            return reward
+        counted = self._verdicts(text)
+        if not counted:
+            counted = [word for each in mentions if each.in_capitals and not each.is_doubtful for word in each.words]
+        if (reward := self._common(counted)) is not None:
+            return reward
+        if not named:
+            raise UnclearError(f"it has none of {', '.join(self._rewards)}")
+        raise UnclearError(f"it names {', '.join(dict.fromkeys(named))} without a clear verdict")
+
+    def _common(self, words: Iterable[str]) -> float | None:
+        """Returns the reward of all of some words; None if there are none, or they differ."""
+        rewards = {self._rewards[word] for word in words}
+        return rewards.pop() if len(rewards) == 1 else None
+
+    def _mentions(self, text: str) -> list[_Mention]:
+        return [
+            _Mention(
+                words=self._written_as(match[0]),
+                in_capitals=len(match[0]) > 1 and match[0].isupper() and match[0] in self._rewards,
+                is_doubtful=NEGATED.search(text, max(0, match.start() - LOOKED_BACK), match.start()) is not None
+                or (match[0].lower() == "no" and re.match(r"[ \t]+[^\W\d_]", text[match.end() :]) is not None),
+            )
+            for match in self._words.finditer(text)
+        ]
+
+    def _verdicts(self, text: str) -> list[str]:
+        """Returns the words that are verdicts: those of the last line, or if it has none, of all lines."""
+        lines = [line for line in TAG.sub("\n", text).splitlines() if line.strip(MARKUP)]
+        found = [self._verdicts_of(line, is_last=place == len(lines)) for place, line in enumerate(lines, 1)]
+        return found[-1] or [word for words in found for word in words] if found else []
+
+    def _verdicts_of(self, line: str, *, is_last: bool) -> list[str]:
+        *sentences, end = SENTENCE_END.split(line.strip())
+        introduced = INTRODUCED_AT_THE_END if is_last else INTRODUCED
+        found = list(self._alone(introduced.split(end)[-1]))
+        for sentence in sentences:
+            found += (word for word in self._alone(INTRODUCED.split(sentence)[-1]) if len(word) > 1)
+        return found
+
+    def _alone(self, text: str) -> tuple[str, ...]:
+        """Returns the choices that a text is, but for marks around it; a question is none."""
+        return self._written_as(text.strip()) or self._written_as(text.strip(MARKUP))
+
+    def _written_as(self, text: str) -> tuple[str, ...]:
+        """Returns the choices that a text may be: the one that is spelled so, or those that differ in case."""
+        if text in self._rewards or len(text) < 2:
+            return (text,) if text in self._rewards else ()
+        return tuple(word for word in self._rewards if re.fullmatch(re.escape(word), text, re.IGNORECASE))
 
 
 def _without_thoughts(answer: str) -> str:
@@ -153,13 +229,6 @@ def _last_number(text: str) -> tuple[str, str | None]:
     if number is None:
         raise UnclearError("it has no number")
     return number, most
-
-
-def _standing_alone(words: Sequence[str], text: str, flags: re.RegexFlag) -> list[str]:
-    """Returns the places of a text that are one of some words, and not part of another word."""
-    if not words:
-        return []
-    return re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)", text, flags)
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str:

@@ -66,7 +66,7 @@ class JudgeOptions(Options):
         None,
         min_length=1,
         description="Regular expression whose last match has the score, or the word, as its only group; default: the "
-        "last number or the last such word of the answer",
+        "last number of the answer, or the word that is its verdict",
     )
     api_key_env: str | None = Field(
         None, pattern=VARIABLE, description="Environment variable that holds the key; the key itself is never written"
