@@ -3,8 +3,9 @@
     python -m bench.gpu.answers --model MODEL --problems data/gsm8k,data/count_primes --max-tokens 4096 --out RESULTS
 
 One cell a folder of problems, which has `train.jsonl` and `test.jsonl` as `examples/gsm8k.py` and
-`examples/reasoning_problems.py` write them. The first `--count` held-out problems are answered at temperature 1 by the
-native engine. It tells whether a task has a long tail, and leaves something to learn, before a run is made with it.
+`examples/reasoning_problems.py` write them. The first `--count` held-out problems of every folder are answered at
+temperature 1 by the native engine, all in one batch. The cells tell which task has a long tail and leaves something to
+learn, before a run is made with it.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ class Answerer:
         self._tokenizer = load_tokenizer(options.model)
         self._model = load_model(options.model, dtype, torch.device(options.device))
 
-    def measure(self, folder: Path) -> dict[str, Any]:
-        """What the answers to one folder's problems came to."""
+    def measure(self, folders: Sequence[Path]) -> list[dict[str, Any]]:
+        """What the answers to each folder's problems came to."""
         options = self._options
-        problems = read_problems(folder, "test", options.count)
-        prompts = prompts_of(self._tokenizer, problems)
-        context = max(map(len, prompts)) + options.max_tokens + MARGIN
-        rows = min(ROWS, len(prompts))
+        problems = [read_problems(folder, "test", options.count) for folder in folders]
+        prompts = [prompts_of(self._tokenizer, each) for each in problems]
+        every = [prompt for each in prompts for prompt in each]
+        context = max(map(len, every)) + options.max_tokens + MARGIN
+        rows = min(ROWS, len(every))
         engine = NativeEngine(
             self._model,
             kind="lora",
@@ -101,14 +103,17 @@ class Answerer:
         )
         engine.load(no_change(self._model))
         sampling = Sampling(options.max_tokens, stop_tokens=stop_tokens(self._tokenizer, self._model))
-        done, seconds = answer_all(engine, [Request(n, 0, prompt, n, sampling) for n, prompt in enumerate(prompts)])
+        done, seconds = answer_all(engine, [Request(n, 0, prompt, n, sampling) for n, prompt in enumerate(every)])
         engine.close()
-        own = [done[number].tokens.tolist() for number in range(len(prompts))]
-        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in own]
-        lengths = np.array([len(tokens) for tokens in own])
-        scored = score(load_reward(options.reward), problems, texts, lengths.tolist(), options.max_tokens)
+        left = iter(done[number].tokens.tolist() for number in range(len(every)))
+        return [{**self._told(each, [next(left) for _ in each]), "seconds_of_all": seconds} for each in problems]
+
+    def _told(self, problems: Sequence[Problem], answers: Sequence[list[int]]) -> dict[str, Any]:
+        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+        lengths = np.array([len(tokens) for tokens in answers])
+        scored = score(load_reward(self._options.reward), problems, texts, lengths.tolist(), self._options.max_tokens)
         told = {f"length_p{share}": float(np.percentile(lengths, share)) for share in SHARES}
-        return {**scored.as_json(), **told, "length_max": int(lengths.max()), "seconds": seconds}
+        return {**scored.as_json(), **told, "length_max": int(lengths.max())}
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -130,11 +135,13 @@ def main(arguments: list[str] | None = None) -> int:
             options.model = str(write_tiny_model(Path(scratch) / "tiny"))
             options.problems = [str(write_tiny_problems(Path(scratch) / "problems"))]
             options.count, options.max_tokens, options.device = 4, 12, "cpu"
-        answerer = Answerer(options)
-        for folder in map(Path, options.problems):
-            shared = {"model": Path(options.model).name, "max_tokens": options.max_tokens, "count": options.count}
-            cell = Cell("answers", "native", {**shared, "problems": folder.name})
-            cells.measure(cell, lambda: answerer.measure(folder))  # noqa: B023 - called at once
+        shared = {"model": Path(options.model).name, "max_tokens": options.max_tokens, "count": options.count}
+        asked = {Cell("answers", "native", {**shared, "problems": Path(each).name}): each for each in options.problems}
+        if pending := cells.pending(list(asked)):
+            found = Answerer(options).measure([Path(asked[cell]) for cell in pending])
+            for cell, results in zip(pending, found, strict=True):
+                cells.write(cell, results)
+                print(f"{cell.parameters['problems']}: {results}", flush=True)
     return 0
 
 
