@@ -4,9 +4,13 @@
     python -m bench.gpu.trl_gsm8k --model MODEL --setting 32:on --seconds 600 --out RESULTS
 
 Prompts, reward, LoRA, learning rate, completions an update, longest completion and temperature are those of the native
-runs. Everything else is as TRL has it; the cell says what that is. TRL runs unchanged.
+runs. Everything else is as TRL has it; the cell says what that is. TRL's code runs unchanged. Two things around it are
+set: the settings of a sweep share one vLLM, and vLLM does not sample by FlashInfer, which would be compiled first.
 
-`--sweep` tries settings for two updates each, on `--sweep-groups` groups. A setting is `per_device_train_batch_size`
+`--sweep` tries settings for three updates each, the first of which does not count, on `--sweep-groups` groups. The
+first setting is tried once before, to warm up. The fastest has the fewest seconds of training per token: rollout does
+not depend on these settings, and varies more than they do. Settings that start vLLM differently are compared by all
+seconds per token. A setting is `per_device_train_batch_size`
 and gradient checkpointing `on` or `off`, with these added by colons: `liger` (`use_liger_kernel`), `sleep` (vLLM sleeps
 while training runs), and a number, `vllm_gpu_memory_utilization`. After `--sweep-seconds` no further setting is begun.
 If all settings start vLLM alike, sweep and measured run share a process, in which it is started once; else each vLLM of
@@ -44,7 +48,7 @@ from bench.gpu.problems import Problem, Score, load_reward, read_problems, score
 
 REWARD = "stretto.environments.rewards.mathematics:reward"
 SWEEP = "16:off,32:off,32:on,64:on"
-SWEEP_UPDATES = 2
+SWEEP_UPDATES = 3
 MARGIN = 16  # tokens of context beyond the longest prompt and completion
 # What TRL decides where nothing is said, and what a reader needs to compare.
 STATED = (
@@ -490,7 +494,7 @@ class SharedVllm:
 
 
 def try_setting(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Two updates under a setting: the seconds of the second, or why there is none."""
+    """A few updates under a setting: the seconds of those after the first, or why there are none."""
     if setting.liger and importlib.util.find_spec("liger_kernel") is None:
         return {"failed": "liger-kernel is not installed"}
     recorder = Recorder(
@@ -547,6 +551,8 @@ def sweep_here(options: argparse.Namespace, cells: Cells, until: float) -> Share
     if options.vllm:
         shared = SharedVllm(options.group * max(options.groups, options.sweep_groups))
         shared.install()
+    if cells.pending([sweep_cell(options, setting) for setting in options.sweep]):
+        try_setting(options, options.sweep[0])  # what vLLM and torch do once must not count for any setting
     for setting in options.sweep:
         if time.time() > until:
             print(f"`--sweep-seconds` is over: {setting} is left out", flush=True)
@@ -557,7 +563,7 @@ def sweep_here(options: argparse.Namespace, cells: Cells, until: float) -> Share
 
 def sweep_records(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What each setting of the sweeps under `--out` and `--known` came to."""
-    names = ("seconds_per_update", "does_not_fit", "failed")
+    names = ("seconds_per_update", "training_s_per_update", "length_mean", "does_not_fit", "failed")
     return [
         {
             "setting": str(Setting.of(record["parameters"])),
@@ -571,11 +577,13 @@ def sweep_records(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def fastest(records: Sequence[Mapping[str, Any]]) -> Setting | None:
-    """The setting with the fewest seconds an update; None if none has any."""
+    """The setting with the fewest seconds per token, by the rule above; None if no setting was timed."""
     timed = [record for record in records if record.get("seconds_per_update")]
     if not timed:
         return None
-    return Setting.parse(min(timed, key=lambda record: record["seconds_per_update"])["setting"])
+    alike = len({Setting.parse(record["setting"]).vllm for record in timed}) == 1
+    counted = "training_s_per_update" if alike else "seconds_per_update"
+    return Setting.parse(min(timed, key=lambda record: record[counted] / record["length_mean"])["setting"])
 
 
 def sweep_apart(options: argparse.Namespace, given: Sequence[str], sitting: str) -> None:

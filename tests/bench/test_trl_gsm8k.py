@@ -127,21 +127,25 @@ def test_an_update_is_one_optimizer_step_over_all_completions(tmp_path: Path) ->
 
 # -- the sweep ---------------------------------------------------------------------------------------------------------
 
+TIMED = {"seconds_per_update": 1.0, "training_s_per_update": 0.5, "length_mean": 10.0}
+
 
 def test_the_fastest_setting_of_the_cells_is_chosen(tmp_path: Path) -> None:
     chosen, cells = options(tmp_path), Cells(tmp_path, resume=False)
-    results: dict[str, dict[str, Any]] = {
-        "16:off": {"seconds_per_update": 9.0},
-        "32:on": {"seconds_per_update": 8.0},
-        "64:off": {"does_not_fit": "out of memory"},
-        "8:on:liger": {"failed": "not installed"},
+    timed: dict[str, dict[str, Any]] = {
+        "16:off": {"seconds_per_update": 9.0, "training_s_per_update": 3.0, "length_mean": 300.0},
+        "32:on": {"seconds_per_update": 12.0, "training_s_per_update": 3.3, "length_mean": 400.0},
     }
+    others = {"64:off": {"does_not_fit": "out of memory"}, "8:on:liger": {"failed": "not installed"}}
     assert fastest(trl_gsm8k.sweep_records(chosen)) is None
-    for text, made in results.items():
+    for text, made in {**timed, **others}.items():
         cells.write(trl_gsm8k.sweep_cell(chosen, Setting.parse(text)), made)
     records = trl_gsm8k.sweep_records(chosen)
     assert len(records) == 4
-    assert fastest(records) == Setting(32, True)
+    assert fastest(records) == Setting(32, True)  # by seconds of training per token: 3.3 / 400 < 3.0 / 300
+    slow = {"seconds_per_update": 20.0, "training_s_per_update": 0.1, "length_mean": 300.0}
+    cells.write(trl_gsm8k.sweep_cell(chosen, Setting.parse("64:off:0.5")), slow)
+    assert fastest(trl_gsm8k.sweep_records(chosen)) != Setting.parse("64:off:0.5")  # another vLLM: by all seconds
 
 
 def test_no_setting_is_begun_when_the_time_of_the_sweep_is_over(
@@ -152,13 +156,13 @@ def test_no_setting_is_begun_when_the_time_of_the_sweep_is_over(
     def attempt(_: Any, setting: Setting) -> dict[str, Any]:
         tried.append(str(setting))
         now[0] += 30.0
-        return {"seconds_per_update": 1.0}
+        return TIMED
 
     monkeypatch.setattr(trl_gsm8k, "try_setting", attempt)
     monkeypatch.setattr(trl_gsm8k.time, "time", lambda: now[0])
     chosen = options(tmp_path, "--sweep", "8:on,16:on,32:on", "--no-vllm")
     trl_gsm8k.sweep_here(chosen, Cells(tmp_path, resume=False), until=140.0)
-    assert tried == ["8:on:0.3", "16:on:0.3"]
+    assert tried == ["8:on:0.3", "8:on:0.3"]  # the first one warms up
 
 
 def test_settings_of_different_vllms_are_tried_in_processes_of_their_own(
@@ -184,7 +188,7 @@ def test_sweep_and_run_share_one_vllm_and_the_run_waits_for_its_file(
     now = iter([1_000.0, 1_100.0])
 
     def sweep_here(chosen: argparse.Namespace, cells: Cells, until: float) -> SharedVllm:
-        cells.write(trl_gsm8k.sweep_cell(chosen, Setting(8, True)), {"seconds_per_update": 1.0})
+        cells.write(trl_gsm8k.sweep_cell(chosen, Setting(8, True)), TIMED)
         return shared
 
     monkeypatch.setattr(trl_gsm8k, "sweep_here", sweep_here)
