@@ -379,6 +379,7 @@ class Batch:
     samples: Sequence[Sample]
     versions: Mapping[int, Weights | WeightsRef] = field(default_factory=dict)
     micro_tokens: int | None = None  # most tokens of a micro-batch; None: those that the trainer was made with
+    lowered: bool = False  # `micro_tokens` are fewer than asked for, because an update ran out of memory
     skips: bool = True  # sequences without a gradient are not computed; false for updates of runs from before that
     reports_tokens: bool = False  # the report has what was computed for each token
 

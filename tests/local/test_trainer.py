@@ -118,8 +118,8 @@ def test_micro_batches_are_halved_before_the_engine_gives_anything_back() -> Non
     trainer, engine = Packing(fits=2048), FakeEngine(kv_tokens=100_000, max_context=1000)
     _, _, role, notices = updated(trainer, engine, tokens=8192)
     assert role.kv_given_back == 0
-    assert [one.micro_tokens for one in trainer.batches] == [2048]
-    assert ["at most 4,096 tokens" in notices[0], "at most 2,048 tokens" in notices[1], len(notices)] == [True, True, 2]
+    assert [one.micro_tokens for one in trainer.batches] == [2046]  # a quarter of 8,184 tokens of input
+    assert ["at most 4,092 tokens" in notices[0], "at most 2,046 tokens" in notices[1], len(notices)] == [True, True, 2]
 
 
 def test_smaller_micro_batches_are_kept_and_a_batch_that_names_its_own_has_them() -> None:
@@ -131,12 +131,32 @@ def test_smaller_micro_batches_are_kept_and_a_batch_that_names_its_own_has_them(
             await role.update(batch(0, 8192))
             await role.update(batch(1))
             await role.update(replace(batch(2), micro_tokens=512))
+            await role.update(batch(3))
         finally:
             role.close()
 
     asyncio.run(main())
-    assert [one.micro_tokens for one in trainer.batches] == [4096, 4096, 512]
-    assert trainer.tries == 4
+    assert [one.micro_tokens for one in trainer.batches] == [4092, 4092, 512, 4092]
+    assert [one.lowered for one in trainer.batches] == [True, True, False, True]
+    assert trainer.tries == 5
+
+
+def test_an_update_that_is_trained_again_keeps_later_ones_small_only_if_it_had_run_out_of_memory() -> None:
+    trainer, notices = Packing(fits=8192), list[str]()
+
+    async def main() -> None:
+        role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=notices.append)
+        try:
+            await role.update(replace(batch(0), micro_tokens=64))  # the recipe asked for 64 then, and for 8192 now
+            await role.update(batch(1))
+            await role.update(replace(batch(2), micro_tokens=2048, lowered=True))
+            await role.update(batch(3))
+        finally:
+            role.close()
+
+    asyncio.run(main())
+    assert [one.micro_tokens for one in trainer.batches] == [64, None, 2048, 2048]
+    assert notices == ["micro-batches have at most 2,048 tokens: update 2 ran out of memory with more, before"]
 
 
 def test_kv_is_given_back_if_small_micro_batches_do_not_fit_either() -> None:
@@ -153,8 +173,11 @@ def test_micro_batches_are_not_made_smaller_than_a_sequence_which_is_never_cut()
     samples = [Sample(id, 0, 0, (1,), replace(long, id=id), 1.0) for id in range(2)]
     role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=lambda text: None)
     try:
-        assert role._halved(Batch(0, samples)) is None
-        assert role._halved(Batch(0, samples, micro_tokens=16_384)) == 6_001
+        assert role._smaller(Batch(0, samples)) is None
+        assert role._smaller(Batch(0, samples, micro_tokens=16_384)) == 6_000
+        unequal = [samples[0], replace(samples[1], prompt=(1,) * 3001)]  # 6,000 and 9,000 tokens
+        assert role._smaller(Batch(0, unequal, micro_tokens=16_384)) == 9_000
+        assert role._smaller(Batch(0, unequal, micro_tokens=9_000)) is None
     finally:
         role.close()
 

@@ -172,3 +172,42 @@ def test_the_norm_of_weights_in_half_precision_is_computed_in_float32():
 
 def _full(value):
     return torch.nn.Parameter(torch.full((2, 2), value))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_update_that_runs_out_of_memory_after_its_step_is_undone_or_not_tried_again(steps, monkeypatch):
+    """Its weights have changed: a second try on top of them would train its samples twice."""
+    made = trainer(steps)
+    before = made.state()
+
+    def fails(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Optimizer, "weight_norm", fails)
+    if steps == 1:  # there is no copy to go back to
+        with pytest.raises(TrainerError, match=r"update 0 failed after its optimizer step had begun.*out of memory"):
+            made.update(random_batch())
+        return
+    with pytest.raises(torch.OutOfMemoryError):
+        made.update(random_batch())
+    after = made.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_update_that_runs_out_of_memory_before_its_step_may_be_tried_again(monkeypatch):
+    made = trainer()
+    before = made.state()
+
+    def fails(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Optimizer, "norm", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            made.update(random_batch())
+    after = made.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    made.update(random_batch())
+    fresh = trainer()
+    fresh.update(random_batch())
+    assert made.weights(1).checksum == fresh.weights(1).checksum

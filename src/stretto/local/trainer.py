@@ -2,8 +2,9 @@
 
 If an update runs out of memory, it is tried again: first with micro-batches of half the size, up to `HALVINGS` times,
 then with more memory, of which the engines give back a part of their KV caches, up to `RETRIES` times. That is safe
-because an update that raises has changed nothing. Later updates keep the smaller micro-batches. The size is a metric of
-each update, so that training a run again uses the same.
+because an update that raises has changed nothing, or raises a `TrainerError`, which is not tried again. Later updates
+keep the smaller micro-batches. The size is a metric of each update, so that training a run again uses the same; so is
+that it was lowered, so that a resumed run does not run out of memory again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stretto.engines.native.capture_lock import CAPTURE, release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError, describe, first_line
+from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.trainer import Trainer
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 
@@ -72,7 +76,7 @@ class ThreadedTrainer:
         self._engines = engines
         self._notice = notice
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any], str] | None] = SimpleQueue()
-        self._micro_tokens: int | None = None  # smaller than the trainer's own, after an update ran out of memory
+        self._lowered: int | None = None  # `micro_tokens`, smaller than the trainer's own, after running out of memory
         self._doing = "nothing"
         self._hangs = False
         self._has_compiled = is_warm
@@ -84,9 +88,12 @@ class ThreadedTrainer:
         name, report = f"update {batch.update}", list[UpdateReport]()
         given_before = self.kv_given_back
         if batch.micro_tokens is None:
-            batch = replace(batch, micro_tokens=self._micro_tokens)
-        elif batch.micro_tokens < (self._micro_tokens or self.trainer.micro_tokens or 0):
-            self._micro_tokens = batch.micro_tokens  # an update of this run that had run out of memory
+            batch = replace(batch, micro_tokens=self._lowered, lowered=self._lowered is not None)
+        elif batch.lowered and batch.micro_tokens < (self._lowered or self.trainer.micro_tokens or 0):
+            self._lowered = batch.micro_tokens
+            self._notice(
+                f"micro-batches have at most {self._lowered:,} tokens: {name} ran out of memory with more, before"
+            )
 
         def work() -> Weights | str:
             try:
@@ -103,11 +110,11 @@ class ThreadedTrainer:
                 made = await self.call(work, name)
                 if isinstance(made, Weights):
                     return report[0], made
-                smaller = None if report else self._halved(batch)
+                smaller = None if report else self._smaller(batch)
                 if smaller is not None and attempts <= RETRIES + HALVINGS:
                     attempts += 1
-                    self._micro_tokens = min(smaller, self._micro_tokens or smaller)
-                    batch = replace(batch, micro_tokens=smaller)
+                    self._lowered = min(smaller, self._lowered or smaller)
+                    batch = replace(batch, micro_tokens=smaller, lowered=True)
                     await self.call(_release_cached, f"releasing memory for {name}")
                     told = f"micro-batches have at most {smaller:,} tokens from now on"
                     self._notice(f"{name} ran out of memory ({made}): {told}; try {attempt + 1} of {attempts}")
@@ -192,14 +199,17 @@ class ThreadedTrainer:
             torch.cuda.current_stream(device).synchronize()
         return weights
 
-    def _halved(self, batch: Batch) -> int | None:
-        """Returns half of the tokens that a micro-batch had; None if that is too few, or the trainer makes none."""
+    def _smaller(self, batch: Batch) -> int | None:
+        """Returns half of the tokens that a micro-batch may have, or those of the longest sequence, which is never cut.
+
+        None if that would be too few, if no micro-batch would become smaller, or if the trainer makes none.
+        """
         budget = batch.micro_tokens or self.trainer.micro_tokens
         if budget is None:
             return None
-        lengths = [len(sample.prompt) + len(sample.completion.tokens) for sample in batch.samples]
-        half = min(budget, sum(lengths)) // 2
-        return None if half < max(LEAST_MICRO_TOKENS, *lengths) else half  # a sequence is never cut
+        lengths = input_lengths(batch.samples)
+        smaller = max(min(budget, int(lengths.sum())) // 2, LEAST_MICRO_TOKENS, int(lengths.max()))
+        return smaller if _largest_bin(lengths, smaller) < _largest_bin(lengths, budget) else None
 
     async def _make_room(self, name: str, reason: str, attempt: int, attempts: int) -> None:
         """Has every engine give back part of its KV, and frees the memory that allocators only cache."""
@@ -285,6 +295,11 @@ class ThreadedTrainer:
                 future.set_exception(made)
         self._doing = "nothing"
         return True
+
+
+def _largest_bin(lengths: NDArray[np.int64], budget: int) -> int:
+    """Returns the tokens of the largest micro-batch that sequences of these lengths are packed into."""
+    return max(int(lengths[places].sum()) for places in first_fit_decreasing(lengths, budget))
 
 
 def _reason(error: BaseException) -> str:

@@ -114,7 +114,8 @@ def _recorded(journal: Path, update: int) -> tuple[Sequence[Sample], Mapping[str
         samples, metrics = reader.batch(update), reader.update_metrics(update)
     size = metrics.get("micro_tokens")
     skips = not metrics or "skipped_sequences" in metrics
-    return samples, {"micro_tokens": None if size is None else max(1, int(size)), "skips": skips}
+    lowered = bool(metrics.get("micro_tokens_lowered"))
+    return samples, {"micro_tokens": None if size is None else max(1, int(size)), "lowered": lowered, "skips": skips}
 
 
 async def usable_checkpoint(

@@ -36,6 +36,7 @@ class Optimizer:
         self.options = options
         self.rates = rates or LearningRates(((0, options),))
         self.step_count = 0
+        self.steps_begun = 0  # in this process; one that has begun may have changed weights, also if it failed
         self._parameters = dict(parameters)
         self._ranks = ranks or Ranks()
         self._sharded = {name for name, p in self._parameters.items() if isinstance(p, DTensor)}
@@ -117,6 +118,7 @@ class Optimizer:
         rate = self.rates.at(update)
         for group in self._adam.param_groups:
             group["lr"] = rate
+        self.steps_begun += 1
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         if self._copied:

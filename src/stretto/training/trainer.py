@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from stretto.errors import ModelError, RecipeError, TrainerError
+from stretto.errors import ModelError, RecipeError, TrainerError, describe
 from stretto.models.adapters import Adapter, install_adapter
 from stretto.models.float16_range import range_hint
 from stretto.models.lora import inject_lora
@@ -249,7 +249,7 @@ class LocalTrainer:
         # If an update fails after a step, it must be undone: a later step may fail, or the weights of the last one.
         undoable = len(mini_batches) > 1 or self.critic is not None or self.optimizer.may_overflow
         before = self.state() if undoable else None
-        scale = self.scale
+        scale, steps = self.scale, self.optimizer.steps_begun
         try:
             with torch.inference_mode(False):
                 with self.ranks.together(collective_passes=self.sharding is not None):
@@ -257,13 +257,18 @@ class LocalTrainer:
                 measured = self._run_steps(batch, mini_batches, shaped, known)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # the update ends before its time is taken
-        except BaseException:
+        except BaseException as error:
             self.optimizer.discard()
             if self.critic is not None:
                 self.critic.discard()
             if before is not None:
                 self.restore(before)
             self.scale = scale
+            if before is None and self.optimizer.steps_begun > steps and isinstance(error, RuntimeError):
+                raise TrainerError(
+                    f"update {batch.update} failed after its optimizer step had begun, which cannot be undone: "
+                    f"{describe(error)}. Resume the run: it goes on from its last checkpoint"
+                ) from error
             raise
         self._version += 1
         self.scale = None if self.scale is None else self.scale.after_update()
@@ -337,6 +342,7 @@ class LocalTrainer:
             **self._load_metrics(batch),
             "skipped_sequences": float(len(batch.samples) - len(computed)),
             "micro_tokens": float(batch.micro_tokens or self.micro_tokens),
+            **({"micro_tokens_lowered": 1.0} if batch.lowered else {}),
             "micro_batches": float(sum(mini_batch.num_micro_batches for mini_batch in mini_batches)),
             "optimizer_steps": float(len(mini_batches)),
             **({} if self.scale is None else {"loss_scale": self.scale.value}),
