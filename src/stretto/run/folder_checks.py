@@ -13,6 +13,7 @@ anything else               no           no
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping
@@ -37,8 +38,13 @@ or has less than it had, or something else."""
 
 
 def default_run_folder(recipe: Path) -> Path:
-    """The run folder if the user names none."""
-    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Returns a run folder that does not exist yet, for a user who names none: `runs/<recipe>-<time>`.
+
+    A second run of the same second has `-2` at the end of its name.
+    """
+    name = f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
 def standing(folder: Path) -> Standing:
