@@ -147,8 +147,12 @@ def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said()
         assert part in said, said
     for part in ("gradients ", "working (estimate) ", "engine ", "slack 1.20 GiB", "2 trajectories of up to 31,032"):
         assert part in said, said
-    for option in ("`rollout.rows`", "`training.micro_tokens`", "`rollout.max_tokens`", "`rollout.staleness`"):
+    for option in ("Lower `rollout.rows`", "`rollout.max_tokens`", "`rollout.staleness`"):
         assert option in said, said
+    assert "`training.micro_tokens`" not in said, "a micro-batch has one trajectory"
+    wide = recipe(lora=True, rollout={"max_tokens": 30_000}, training={"micro_tokens": 65_536})
+    with pytest.raises(RecipeError, match=r"Lower `training\.micro_tokens` \(now 65536\), `rollout\.rows`"):
+        footprint(wide, BILLIONS, 1000, CUDA, free=24 * GIB)
     assert "`model.lora" not in said, "it has adapters already"
     with pytest.raises(RecipeError, match=r"train adapters, `model.lora = \{ rank = 16 \}`"):
         footprint(recipe(), BILLIONS, 1000, CUDA, free=24 * GIB)
@@ -177,7 +181,7 @@ def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> 
     made = recipe(lora=True)
     need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
     said = str(
-        out_of_memory(made, need, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
+        out_of_memory(made, need, 100, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
     )
     assert "CUDA out of memory. Tried to allocate 2.00 GiB)" in said
     assert "base 3.20 GiB" in said

@@ -79,7 +79,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
-    memory = _memory(recipe, longest, config, planned)
+    memory = _memory(recipe, asked, longest, config, planned)
     notes = (
         *shape.notes,
         *of_engine,
@@ -157,10 +157,10 @@ def check_engine(recipe: Recipe) -> None:
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 
-def _memory(recipe: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
+def _memory(recipe: Recipe, asked: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
     """Returns the memory plan as text. An error says if the length of prompts was only assumed."""
     try:
-        return describe_memory(recipe, longest, config=config, planned=planned)
+        return describe_memory(recipe, longest, config=config, planned=planned, asked=asked)
     except RecipeError as error:
         if longest is not None:
             raise

@@ -55,6 +55,7 @@ from stretto.setup.memory_sizes import (
     engine_rows,
     gib,
     head_size,
+    holds_several,
     kv_bytes_per_token,
     kv_copies,
     longest_trajectory,
@@ -173,7 +174,7 @@ def footprint(
     if free is not None and on_cuda:
         dtype = choose_dtype(recipe.model.dtype, device)
         per_token = kv_bytes_per_token(text, dtype, records_routing=records) * kv_copies(recipe, text)
-        advice = remedies(recipe, trains=trains, here=here)
+        advice = remedies(recipe, longest_prompt, trains=trains, here=here)
         room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
         one = longest_trajectory(recipe, longest_prompt)
         tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
@@ -360,14 +361,15 @@ def _kv_tokens_on_cuda(
     return asked or min(rows * one, left)
 
 
-def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
+def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: bool = True) -> str:
     """Returns the options to change if a run does not fit, with their values.
 
     Without `trains` they are those of an instance alone. Without `here` the device is not one of this machine.
     """
     rollout = recipe.rollout
+    micro_tokens = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
     lower = [
-        *[f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"] * trains,
+        *[micro_tokens] * (trains and holds_several(recipe, longest_prompt)),
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
@@ -392,11 +394,11 @@ def weights_alone(need: Footprint) -> str:
     return f"The weights alone take {gib(need.one_base)}: use a larger device or a smaller model"
 
 
-def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
+def out_of_memory(recipe: Recipe, need: Footprint, longest_prompt: int, error: BaseException) -> RecipeError:
     """Returns the error for a run whose plan was too low: memory ran out while engines and trainer were made."""
     return RecipeError(
         f"{DOES_NOT_FIT}memory ran out while it was built ({first_line(error)}). Planned were {need}, "
-        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe)}"
+        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe, longest_prompt)}"
     )
 
 

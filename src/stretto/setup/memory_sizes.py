@@ -103,8 +103,17 @@ def scored_ahead_bytes(recipe: Recipe) -> int:
 
 def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
     """Returns the tokens of the largest micro-batch: at least one whole lineage, at most a batch of them."""
-    batch = recipe.rollout.prompts * recipe.rollout.group * recipe.max_lineages * longest
-    return min(max(recipe.training.micro_batch_tokens, longest), batch)
+    return min(max(recipe.training.micro_batch_tokens, longest), batch_tokens(recipe, longest))
+
+
+def batch_tokens(recipe: Recipe, longest: int) -> int:
+    """Returns the most tokens of a batch whose lineages have up to `longest` tokens."""
+    return recipe.rollout.prompts * recipe.rollout.group * recipe.max_lineages * longest
+
+
+def holds_several(recipe: Recipe, longest_prompt: int) -> bool:
+    """True if a smaller `training.micro_tokens` needs less memory: a micro-batch has more than one trajectory."""
+    return recipe.training.micro_batch_tokens > longest_trajectory(recipe, longest_prompt)
 
 
 def activation_bytes(
