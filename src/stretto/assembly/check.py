@@ -78,14 +78,15 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
-    recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
+    assumed = longest or recipe.rollout.max_tokens
+    recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
     memory = _memory(recipe, asked, longest, config, planned)
     notes = (
         *shape.notes,
         *of_engine,
-        *describe_routing(recipe, config, longest or recipe.rollout.max_tokens),
+        *describe_routing(recipe, config, assumed),
         *of_inputs,
-        *describe_micro_tokens(asked, recipe),
+        *describe_micro_tokens(asked, recipe, assumed),
         *trackers,
     )
     return CheckReport(recipe, effective(recipe), notes, memory)
