@@ -91,6 +91,13 @@ def free_bytes(recipe: Recipe, device: torch.device) -> int:
     return left if limit is None else min(left, device_limit(limit) - torch.cuda.memory_reserved(device))
 
 
+def total_bytes(recipe: Recipe, device: torch.device) -> int:
+    """Returns the memory of a GPU, of which some may be taken: all of it, or what `runtime.device_gib` leaves."""
+    total = int(torch.cuda.mem_get_info(device)[1])
+    limit = recipe.runtime.device_gib
+    return total if limit is None else min(total, device_limit(limit))
+
+
 def planned_bytes(recipe: Recipe, planned: PlannedDevices) -> int:
     """Returns the memory of a device that is not here that a run may take, within `runtime.device_gib`."""
     return device_limit(min(planned.gib, recipe.runtime.device_gib or planned.gib))

@@ -47,7 +47,7 @@ from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype, device_limit, free_bytes, planned_bytes
+from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -137,12 +137,10 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
         return None
     shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
     share = min([1.0, *(each for each in shares if each is not None)])
-    limit = recipe.runtime.device_gib
     if planned is not None:
         free = total = planned_bytes(recipe, planned)
     else:
-        free = free_bytes(recipe, device)
-        total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)
+        free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     return min(free, int(total * share)) * recipe.engine.tensor_parallel
 
 
@@ -165,7 +163,7 @@ def footprint(
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     total = free
     if on_cuda and free is None:
-        free, total = free_bytes(recipe, device), torch.cuda.mem_get_info(device)[1]
+        free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
@@ -324,7 +322,7 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
 def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
     """Returns the bytes that the KV of all instances in one process may have: `engine.gpu_memory` limits each of them.
 
-    `total` is the memory of the device.
+    `total` is the memory of the device, within `runtime.device_gib`.
     """
     share, instances = recipe.engine.gpu_memory, instances_per_device(recipe)
     if share is None or recipe.runtime.type != "local":  # on a cluster it limits what the plan begins with

@@ -135,7 +135,8 @@ def records_masks(recipe: Recipe) -> bool:
 def _device_share(recipe: Recipe, need: Footprint, kv_bytes: int, device: torch.device) -> float | None:
     """Returns the share of each GPU that must be free when the child starts: what the plan has for it.
 
-    It is nothing else to vLLM, which is told the size of its KV cache.
+    It is of the whole GPU, also under `runtime.device_gib`. It is nothing else to vLLM, which is told the size of its
+    KV cache.
     """
     if device.type != "cuda":
         return None
