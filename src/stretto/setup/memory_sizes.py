@@ -60,7 +60,7 @@ def kv_copies(recipe: Recipe, config: Any) -> int:
     return max(1, recipe.engine.tensor_parallel // int(heads))
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, records_routing: bool = True) -> int:
+def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, records_routing: bool) -> int:
     """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32.
 
     With `records_routing`, the record of a token's routing is kept beside them.

@@ -104,7 +104,7 @@ def child_options(
     block = KV_BLOCK[device.type]
     kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
     text = config.get_text_config()
-    kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype) * kv_copies(recipe, text)
+    kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype, records_routing=False) * kv_copies(recipe, text)
     return ChildOptions(
         model=model_path,
         kind="full" if lora is None else "lora",
