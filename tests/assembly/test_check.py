@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import reduce
 from pathlib import Path
@@ -61,6 +62,24 @@ def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails(tmp_pat
         RecipeError, match=r"tokenizer is not here, so a prompt counts as long as a completion, 256 tok"
     ):
         check(recipe, planned=PlannedDevices(1, 8.0))
+
+
+def test_a_cluster_that_is_advised_instead_of_one_process_fits_with_the_options_that_are_named(tmp_path: Path) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
+    tables = {
+        "model": {"path": str(tmp_path), "lora": {"rank": 16}}, "task": TASK,
+        "rollout": {"prompts": 64, "group": 8, "max_tokens": 1024},
+    }  # fmt: skip
+    devices = PlannedDevices(8, 32.0)
+    with pytest.raises(RecipeError) as refused:
+        check(load_recipe(tables), planned=devices)
+    said = re.search(r"(\d) devices of 32 GiB would do, with (.*?`)\. The tokenizer", str(refused.value))
+    assert said is not None, refused.value
+    advised = re.findall(r"`([a-z_.]+ = [^`]+)`", said[2])
+    assert 'runtime.type = "ray"' in advised
+    with pytest.raises(RecipeError, match=r"a rank of the trainer.*together 62\.75 GiB"):
+        check(load_recipe(tables, ['runtime.type = "ray"']), planned=devices)  # `auto` is more than in one process
+    assert f"take {said[1]} of 8 devices" in check(load_recipe(tables, advised), planned=devices).memory
 
 
 def test_more_versions_of_adapters_on_experts_than_cuda_has_groups_for_are_refused(tmp_path: Path) -> None:

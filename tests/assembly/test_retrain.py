@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_cases import recipe, run
 
-from stretto.assembly.retrain import retrain
+from stretto.assembly.retrain import made_trainer, retrain
 from stretto.cli import main
 from stretto.errors import RunError
+from stretto.setup.device import CUDA, with_section
 from stretto.store.reader import JournalReader
 from stretto.training.loss_scaling import LossScale
 
@@ -52,6 +54,26 @@ def test_a_policy_trained_again_from_chats_says_how_it_was_asked(model: Path, tm
     retrain(tmp_path / "run", out=tmp_path / "again")
     assert "trained on chats" in (tmp_path / "again" / "README.md").read_text()
     assert contents(tmp_path / "again") == contents(tmp_path / "run" / "policy")
+
+
+def test_the_device_is_prepared_before_a_model_is_on_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, tmp_path)
+    calls: list[str] = []
+    monkeypatch.setattr("stretto.assembly.retrain.choose_device", lambda wanted: CUDA)
+    monkeypatch.setattr("stretto.setup.device.keep_compiled", lambda device: calls.append(f"keep on {device}"))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=100 << 30))
+    monkeypatch.setattr(
+        "torch.cuda.set_per_process_memory_fraction", lambda share, device: calls.append(f"{share:.3f}")
+    )
+
+    def load(*asked: object) -> None:
+        raise RunError(f"{calls} before the model")
+
+    monkeypatch.setattr("stretto.assembly.retrain.load_model", load)
+    with pytest.raises(RunError, match=r"\['keep on cuda:0', '0\.234'\] before the model"):
+        made_trainer(with_section(made, "runtime", device_gib=24.0), lambda text: None)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

@@ -14,7 +14,17 @@ from stretto.models.checksums import checksum
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import CUDA, as_begun, choose_device, choose_dtype, on_device, planned_bytes, resolved
+from stretto.setup.device import (
+    CUDA,
+    as_begun,
+    choose_device,
+    choose_dtype,
+    device_limit,
+    free_bytes,
+    on_device,
+    planned_bytes,
+    resolved,
+)
 from stretto.types import Weights
 
 CPU = torch.device("cpu")
@@ -86,3 +96,20 @@ def test_a_planned_device_has_what_its_context_leaves_within_the_limit_of_the_re
     assert 140 << 30 < whole < 141 << 30
     assert planned_bytes(recipe(runtime={"device_gib": 24}), devices) < 24 << 30
     assert planned_bytes(recipe(runtime={"device_gib": 200}), devices) == whole
+
+
+def test_what_an_earlier_run_left_in_the_cache_of_the_allocator_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached, gib = [30], 1 << 30  # beside 10 GiB that are in use, and 1 GiB of another process
+    monkeypatch.setattr("torch.cuda.empty_cache", cached.clear)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: (10 + sum(cached)) * gib)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: ((80 - 11 - sum(cached)) * gib, 80 * gib))
+    assert free_bytes(recipe(), CUDA) == 69 * gib
+    cached.append(30)
+    assert free_bytes(recipe(runtime={"device_gib": 24}), CUDA) == device_limit(24) - 10 * gib
+
+
+@needs_gpu
+def test_a_second_run_of_a_process_may_take_what_the_first_one_took() -> None:
+    before = free_bytes(recipe(), CUDA)
+    torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    assert free_bytes(recipe(), CUDA) >= before - (64 << 20)

@@ -118,7 +118,7 @@ def test_the_cache_has_room_for_the_longest_completion_of_evaluation() -> None:
 def test_on_cuda_the_cache_gets_what_the_rest_leaves_and_all_of_it_fits(lora: bool) -> None:
     made = recipe(lora=lora, rollout={"prompts": 64, "group": 8, "max_tokens": 4096})
     need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
-    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16, records_routing=True)
     assert per_token == 28 * 2 * 8 * 128 * 2
     assert need.kv == need.kv_tokens * per_token
     assert need.kv_tokens < engine_rows(made) * longest_trajectory(made, 512), "memory is what bounds it"
@@ -135,7 +135,9 @@ def test_on_cuda_no_more_is_taken_than_every_row_can_need() -> None:
     need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
     assert need.kv_tokens == engine_rows(made) * longest_trajectory(made, 100)
     cache = KVCache(28, 8, 128, need.kv_tokens // 16, torch.bfloat16, torch.device("meta"))
-    assert cache.storage.numel() * 2 <= need.kv + 32 * kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    assert cache.storage.numel() * 2 <= need.kv + 32 * kv_bytes_per_token(
+        BILLIONS, torch.bfloat16, records_routing=True
+    )
 
 
 def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said() -> None:
@@ -147,8 +149,12 @@ def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said()
         assert part in said, said
     for part in ("gradients ", "working (estimate) ", "engine ", "slack 1.20 GiB", "2 trajectories of up to 31,032"):
         assert part in said, said
-    for option in ("`rollout.rows`", "`training.micro_tokens`", "`rollout.max_tokens`", "`rollout.staleness`"):
+    for option in ("Lower `rollout.rows`", "`rollout.max_tokens`", "`rollout.staleness`"):
         assert option in said, said
+    assert "`training.micro_tokens`" not in said, "a micro-batch has one trajectory"
+    wide = recipe(lora=True, rollout={"max_tokens": 30_000}, training={"micro_tokens": 65_536})
+    with pytest.raises(RecipeError, match=r"Lower `training\.micro_tokens` \(now 65536\), `rollout\.rows`"):
+        footprint(wide, BILLIONS, 1000, CUDA, free=24 * GIB)
     assert "`model.lora" not in said, "it has adapters already"
     with pytest.raises(RecipeError, match=r"train adapters, `model.lora = \{ rank = 16 \}`"):
         footprint(recipe(), BILLIONS, 1000, CUDA, free=24 * GIB)
@@ -177,7 +183,7 @@ def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> 
     made = recipe(lora=True)
     need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
     said = str(
-        out_of_memory(made, need, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
+        out_of_memory(made, need, 100, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
     )
     assert "CUDA out of memory. Tried to allocate 2.00 GiB)" in said
     assert "base 3.20 GiB" in said
@@ -347,7 +353,7 @@ def test_instances_divide_rows_and_cache_and_each_has_its_own_slots() -> None:
     assert shared.versions == 4 * alone.versions
     assert shared.store == alone.store
     assert engine_rows(one) // 2 <= engine_rows(four) < engine_rows(one), "twice its share, and evaluation's rows"
-    assert shared.kv == 4 * shared.kv_tokens * kv_bytes_per_token(tiny_config())
+    assert shared.kv == 4 * shared.kv_tokens * kv_bytes_per_token(tiny_config(), records_routing=True)
     single = footprint(recipe(lora=False, runtime={"instances": 4, "slots": 1}), tiny_config(), 16, CPU)
     assert single.versions * 3 == shared.versions
 
@@ -355,7 +361,7 @@ def test_instances_divide_rows_and_cache_and_each_has_its_own_slots() -> None:
 def test_on_cuda_instances_share_what_is_left_for_the_cache() -> None:
     made = recipe(lora=True, rollout={"prompts": 64, "group": 8, "max_tokens": 4096}, runtime={"instances": 2})
     need = footprint(made, BILLIONS, 512, CUDA, free=100 * GIB)
-    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16)
+    per_token = kv_bytes_per_token(BILLIONS, torch.bfloat16, records_routing=True)
     assert need.kv == 2 * need.kv_tokens * per_token
     assert 0 <= 100 * GIB - need.total < 2 * per_token
     with pytest.raises(RecipeError, match=r"on each of `runtime.instances = 2`"):

@@ -48,6 +48,11 @@ def chosen(made: Recipe, config: Any, free_gib: float) -> Recipe:
     return with_micro_tokens(made, config, PROMPT, CUDA, free=int(free_gib * GIB))
 
 
+def described(asked: Recipe, made: Recipe) -> str:
+    (line,) = describe_micro_tokens(asked, made, PROMPT)
+    return line
+
+
 def test_a_large_device_has_large_micro_batches_and_every_row_its_cache() -> None:
     made = chosen(recipe(), QWEN_1_5B, 139)
     assert made.training.micro_tokens == 32_768
@@ -83,8 +88,19 @@ def test_more_memory_never_makes_them_smaller() -> None:
 
 
 def test_they_are_no_larger_than_the_batch_needs() -> None:
-    made = chosen(recipe(rollout={"prompts": 2, "group": 4}), SMOLLM2_135M, 139)
+    asked = recipe(rollout={"prompts": 2, "group": 4})
+    made = chosen(asked, SMOLLM2_135M, 139)
     assert made.training.micro_tokens == 8_192  # eight trajectories of up to 794 tokens
+    assert described(asked, made) == (
+        "`training.micro_tokens = 8192` (auto): it holds the whole batch, which has at most 6,352 tokens"
+    )
+
+
+def test_a_batch_has_all_lineages_of_its_episodes() -> None:
+    task = {"type": "agent", "path": "rows.jsonl", "function": "agents:solve", "lineages": 4}
+    asked = recipe(task=task, rollout={"prompts": 2, "group": 4})
+    assert asked.max_lineages == 4
+    assert chosen(asked, SMOLLM2_135M, 139).training.micro_tokens == 32_768
 
 
 def test_a_cache_of_very_long_contexts_keeps_its_share() -> None:
@@ -110,9 +126,13 @@ def test_a_resumed_run_keeps_the_number_that_it_began_with(tmp_path: Path) -> No
 
 def test_what_was_chosen_is_said() -> None:
     asked = recipe()
-    (line,) = describe_micro_tokens(asked, chosen(asked, QWEN_1_5B, 139))
-    assert line == "`training.micro_tokens = 32768` (auto): the most that leaves KV enough memory"
-    assert describe_micro_tokens(asked, asked) == []
+    said = "`training.micro_tokens = {}` (auto): {}"
+    assert described(asked, chosen(asked, QWEN_1_5B, 139)) == said.format(
+        32_768, "the most that leaves KV enough memory"
+    )
+    assert described(asked, chosen(asked, SMOLLM2_135M, 139)) == said.format(131_072, "the largest")
+    assert described(asked, chosen(asked, QWEN_1_5B, 12)) == said.format(2_048, "the smallest")
+    assert describe_micro_tokens(asked, asked, PROMPT) == []
 
 
 def test_a_limit_is_for_gpus_alone() -> None:
@@ -133,6 +153,4 @@ def test_on_a_cluster_it_does_not_follow_the_memory_of_the_driver() -> None:
     asked = recipe(runtime={"type": "ray"})
     made = chosen(asked, QWEN_1_5B, 139)
     assert made.training.micro_tokens == 8_192
-    assert describe_micro_tokens(asked, made) == [
-        "`training.micro_tokens = 8192` (auto): on a cluster it does not follow the memory"
-    ]
+    assert described(asked, made) == "`training.micro_tokens = 8192` (auto): on a cluster it does not follow the memory"

@@ -21,7 +21,7 @@ from stretto.models.tiny import tiny_config
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import CUDA, resolved
+from stretto.setup.device import CUDA, device_limit, resolved
 from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
 from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel, make_vllm_instance
@@ -145,6 +145,27 @@ def test_a_share_of_the_gpu_limits_the_cache_of_an_instance() -> None:
     assert alone_part.total == pytest.approx(alone.total / 4, rel=1e-3)
     with pytest.raises(RecipeError, match=r"leaves 0\.0 MiB for KV.*Raise `engine\.gpu_memory` \(now 0\.1\), or lower"):
         planned(0.1)
+
+
+def test_a_share_of_a_limited_gpu_is_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(vocab_size=32_000, hidden_size=2048, intermediate_size=6144, **shape)
+    config.save_pretrained(tmp_path)
+
+    def planned(card: int, **runtime: Any) -> tuple[Any, Any]:
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (card * GIB - GIB // 2, card * GIB))
+        engine, training = {"type": "vllm", "gpu_memory": 0.4}, {"checkpointing": True, "micro_tokens": 1024}
+        made = recipe_of(engine=engine, runtime=runtime, rollout={"max_tokens": 2048}, training=training)
+        return made, footprint(made, config, 40, CUDA)
+
+    (_, small), (made, limited) = planned(24), planned(141, device_gib=24)
+    assert limited.kv == pytest.approx(small.kv, rel=0.1), "less the context, which a limit counts"
+    own = limited.one_base + limited.versions + limited.engine + limited.kv
+    assert own == pytest.approx(0.4 * device_limit(24), rel=1e-3)
+    options = child_options(made, str(tmp_path), limited, CUDA, threads=1)
+    assert options.device_share == pytest.approx(own / (141 * GIB), rel=1e-3), "vLLM counts from the whole card"
+    _, beyond = planned(24, device_gib=200)
+    assert beyond.kv == small.kv
 
 
 def test_a_share_of_the_gpu_has_no_effect_on_the_cpu() -> None:

@@ -78,14 +78,15 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
-    recipe = with_micro_tokens(recipe, config, longest or recipe.rollout.max_tokens, device, free=free)
-    memory = _memory(recipe, longest, config, planned)
+    assumed = longest or recipe.rollout.max_tokens
+    recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
+    memory = _memory(recipe, asked, longest, config, planned)
     notes = (
         *shape.notes,
         *of_engine,
-        *describe_routing(recipe, config, longest or recipe.rollout.max_tokens),
+        *describe_routing(recipe, config, assumed),
         *of_inputs,
-        *describe_micro_tokens(asked, recipe),
+        *describe_micro_tokens(asked, recipe, assumed),
         *trackers,
     )
     return CheckReport(recipe, effective(recipe), notes, memory)
@@ -157,10 +158,10 @@ def check_engine(recipe: Recipe) -> None:
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 
-def _memory(recipe: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
+def _memory(recipe: Recipe, asked: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
     """Returns the memory plan as text. An error says if the length of prompts was only assumed."""
     try:
-        return describe_memory(recipe, longest, config=config, planned=planned)
+        return describe_memory(recipe, longest, config=config, planned=planned, asked=asked)
     except RecipeError as error:
         if longest is not None:
             raise

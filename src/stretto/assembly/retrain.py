@@ -32,7 +32,7 @@ from stretto.run.folder_checks import OUT, refuse_unwritable
 from stretto.run.phases import Phases
 from stretto.run.protocols import TrainerBackend
 from stretto.setup.base_models import model_path_of
-from stretto.setup.device import choose_device, choose_dtype
+from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import make_trainer
 from stretto.setup.threads import rank_threads, thread_counts
 from stretto.setup.trainer_recovery import SampledVersions, refuse_another_base, train_again
@@ -119,6 +119,7 @@ def made_trainer(recipe: Recipe, say: Callable[[str], None], rates: LearningRate
         )
     torch.set_num_threads(threads)
     path, device = model_path_of(recipe, Silent()), choose_device(recipe.runtime.device)
+    prepare_device(recipe, device)
     model = load_model(path, choose_dtype(recipe.model.dtype, device), device)
     return ThreadedTrainer(make_trainer(recipe, model, path, rates=rates), threads, deadline_s=math.inf)
 

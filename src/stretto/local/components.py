@@ -90,7 +90,7 @@ class LocalComponents:
             for engine in engines if uses_vllm else ():
                 engine.close()  # it is a process
             if isinstance(error, torch.OutOfMemoryError):
-                raise out_of_memory(recipe, need, error) from error
+                raise out_of_memory(recipe, need, driver.inputs.longest_prompt, error) from error
             raise
 
         def make_engine() -> SteppedEngine:

@@ -239,7 +239,8 @@ class EngineSection(Options):
         None,
         gt=0,
         le=1,
-        description="`vllm`: share of a GPU's memory that an instance may take; default: by the memory plan of the run",
+        description="`vllm`: share of a GPU's memory, or of `runtime.device_gib`, that an instance may take; default: "
+        "by the memory plan of the run",
     )
 
 

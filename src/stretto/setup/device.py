@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stretto.engines.native.capture_lock import release_cached
 from stretto.errors import RecipeError
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
@@ -79,10 +80,22 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def free_bytes(recipe: Recipe, device: torch.device) -> int:
-    """Returns the memory of a GPU that the run may still take: what is free, within `runtime.device_gib`."""
+    """Returns the memory of a GPU that the run may still take: what is free, within `runtime.device_gib`.
+
+    Memory that an earlier run of this process has left in the allocator's cache is released first: it is free for any
+    use, and for other processes, such as those of vLLM.
+    """
+    release_cached()
     left = int(torch.cuda.mem_get_info(device)[0])
     limit = recipe.runtime.device_gib
     return left if limit is None else min(left, device_limit(limit) - torch.cuda.memory_reserved(device))
+
+
+def total_bytes(recipe: Recipe, device: torch.device) -> int:
+    """Returns the memory of a GPU, of which some may be taken: all of it, or what `runtime.device_gib` leaves."""
+    total = int(torch.cuda.mem_get_info(device)[1])
+    limit = recipe.runtime.device_gib
+    return total if limit is None else min(total, device_limit(limit))
 
 
 def planned_bytes(recipe: Recipe, planned: PlannedDevices) -> int:

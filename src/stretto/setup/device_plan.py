@@ -18,21 +18,27 @@ from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.device import CUDA, planned_bytes, with_section
 from stretto.setup.memory import DOES_NOT_FIT, Footprint, footprint, free_for_instance, rank_footprint, weights_alone
-from stretto.setup.memory_sizes import gib, longest_trajectory
+from stretto.setup.memory_sizes import gib, holds_several, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
+from stretto.training.options import LEAST_MICRO_TOKENS
 
 MOST_RANKS = 64  # of a trainer, that are tried
-LEAST_MICRO_TOKENS = 1024  # that are tried
 MOST_GIB = 1024  # of a device, that are tried if no number of the planned ones would do
 
 
-def fit_in_one_process(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
-    """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit."""
+def fit_in_one_process(
+    recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices, *, asked: Recipe | None = None
+) -> Footprint:
+    """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit.
+
+    `asked` is the recipe with `training.micro_tokens` as the user wrote it, because `auto` is another number on a
+    cluster; None: `recipe` has it so.
+    """
     try:
         return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned), here=False)
     except RecipeError as error:
         why = "a run in one process uses one device, so more of them do not help it"
-        moved = with_section(recipe, "runtime", type="ray")
+        moved = with_section(recipe if asked is None else asked, "runtime", type="ray")
         raise RecipeError(f"{error}. {_would_do(moved, config, longest_prompt, planned, why)}") from error
 
 
@@ -83,9 +89,9 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
     free = int(planned_bytes(recipe, planned) * share)
     need = rank_footprint(recipe, config, longest_prompt, CUDA, free=free)
     if need.total > free:
-        lower = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
-        if longest_trajectory(recipe, longest_prompt) >= recipe.training.micro_batch_tokens:
-            lower = f"`rollout.max_tokens` (now {recipe.rollout.max_tokens})"  # a micro-batch has one trajectory
+        lower = f"`rollout.max_tokens` (now {recipe.rollout.max_tokens})"
+        if holds_several(recipe, longest_prompt):
+            lower = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
         checkpointing = "" if recipe.training.checkpointing else ", or set `training.checkpointing = true`"
         full = ", or raise `runtime.trainers`, or train adapters, `model.lora = { rank = 16 }`"
         adapters = "" if recipe.model.lora is not None else full

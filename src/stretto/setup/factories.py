@@ -133,7 +133,7 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
         return make_native_engine(recipe, model, need.kv_tokens, decoder_of(load_tokenizer(model_path)))
     except torch.OutOfMemoryError as error:
-        raise out_of_memory(recipe, need, error) from error
+        raise out_of_memory(recipe, need, longest_prompt, error) from error
 
 
 def make_trainer(

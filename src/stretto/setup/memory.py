@@ -47,7 +47,7 @@ from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
-from stretto.setup.device import choose_dtype, device_limit, free_bytes, planned_bytes
+from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -55,6 +55,7 @@ from stretto.setup.memory_sizes import (
     engine_rows,
     gib,
     head_size,
+    holds_several,
     kv_bytes_per_token,
     kv_copies,
     longest_trajectory,
@@ -136,12 +137,10 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
         return None
     shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
     share = min([1.0, *(each for each in shares if each is not None)])
-    limit = recipe.runtime.device_gib
     if planned is not None:
         free = total = planned_bytes(recipe, planned)
     else:
-        free = free_bytes(recipe, device)
-        total = torch.cuda.mem_get_info(device)[1] if limit is None else device_limit(limit)
+        free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     return min(free, int(total * share)) * recipe.engine.tensor_parallel
 
 
@@ -164,7 +163,7 @@ def footprint(
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     total = free
     if on_cuda and free is None:
-        free, total = free_bytes(recipe, device), torch.cuda.mem_get_info(device)[1]
+        free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
         need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
@@ -173,7 +172,7 @@ def footprint(
     if free is not None and on_cuda:
         dtype = choose_dtype(recipe.model.dtype, device)
         per_token = kv_bytes_per_token(text, dtype, records_routing=records) * kv_copies(recipe, text)
-        advice = remedies(recipe, trains=trains, here=here)
+        advice = remedies(recipe, longest_prompt, trains=trains, here=here)
         room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
         one = longest_trajectory(recipe, longest_prompt)
         tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
@@ -323,7 +322,7 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
 def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
     """Returns the bytes that the KV of all instances in one process may have: `engine.gpu_memory` limits each of them.
 
-    `total` is the memory of the device.
+    `total` is the memory of the device, within `runtime.device_gib`.
     """
     share, instances = recipe.engine.gpu_memory, instances_per_device(recipe)
     if share is None or recipe.runtime.type != "local":  # on a cluster it limits what the plan begins with
@@ -360,14 +359,15 @@ def _kv_tokens_on_cuda(
     return asked or min(rows * one, left)
 
 
-def remedies(recipe: Recipe, *, trains: bool = True, here: bool = True) -> str:
+def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: bool = True) -> str:
     """Returns the options to change if a run does not fit, with their values.
 
     Without `trains` they are those of an instance alone. Without `here` the device is not one of this machine.
     """
     rollout = recipe.rollout
+    micro_tokens = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
     lower = [
-        *[f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"] * trains,
+        *[micro_tokens] * (trains and holds_several(recipe, longest_prompt)),
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
@@ -392,11 +392,11 @@ def weights_alone(need: Footprint) -> str:
     return f"The weights alone take {gib(need.one_base)}: use a larger device or a smaller model"
 
 
-def out_of_memory(recipe: Recipe, need: Footprint, error: BaseException) -> RecipeError:
+def out_of_memory(recipe: Recipe, need: Footprint, longest_prompt: int, error: BaseException) -> RecipeError:
     """Returns the error for a run whose plan was too low: memory ran out while engines and trainer were made."""
     return RecipeError(
         f"{DOES_NOT_FIT}memory ran out while it was built ({first_line(error)}). Planned were {need}, "
-        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe)}"
+        f"{describe_kv(recipe, need)}; together {gib(need.total)}. {remedies(recipe, longest_prompt)}"
     )
 
 

@@ -30,17 +30,18 @@ def describe_memory(
     *,
     config: Any = None,
     planned: PlannedDevices | None = None,
+    asked: Recipe | None = None,
 ) -> str:
     """Returns the plan of the run and its memory. `longest_prompt` None: prompts are as long as completions.
 
     `config` is that of the model; None: it is loaded. `planned` are devices that are not here; None: those of this
-    machine. Raises `RecipeError` if the run does not fit.
+    machine. `asked` is the recipe with `training.micro_tokens` as the user wrote it, to plan a cluster instead; None:
+    `recipe` has it so. Raises `RecipeError` if the run does not fit.
     """
     plan, device = recipe.plan, choose_device(recipe.runtime.device) if planned is None else CUDA
     if config is None:
         config = tiny_config_of(recipe.model.path) if recipe.model.is_tiny else load_config(recipe.model.path)
     longest = longest_prompt or recipe.rollout.max_tokens
-    describe = _on_cluster if recipe.runtime.type == "ray" else _in_one_process
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     where = f"{planned}, which need not be here" if planned is not None else describe_device(device)
@@ -52,18 +53,26 @@ def describe_memory(
         f"{f'{count} instances of {slots}' if count > 1 else slots}, "
         f"{plan.updates} updates of {plan.batch} x {plan.group_size} trajectories{started}",
         f"# device{'s' if planned is not None else ''}: {where}, weights in {dtype}{free}",
-        *describe(recipe, config, longest, device, planned),
     ]
+    if recipe.runtime.type == "ray":
+        lines += _on_cluster(recipe, config, longest, device, planned)
+    else:
+        lines += _in_one_process(recipe, config, longest, device, planned, asked)
     return "\n".join(lines)
 
 
 def _in_one_process(
-    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, planned: PlannedDevices | None
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    planned: PlannedDevices | None,
+    asked: Recipe | None,
 ) -> list[str]:
     if planned is None:
         need = footprint(recipe, config, longest_prompt, device)
     else:
-        need = fit_in_one_process(recipe, config, longest_prompt, planned)
+        need = fit_in_one_process(recipe, config, longest_prompt, planned, asked=asked)
     lines = [f"# memory: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"]
     if planned is not None:
         lines.append(f"# fits {planned}: a run in one process uses 1 of {planned.count} devices")

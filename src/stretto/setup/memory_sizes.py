@@ -60,7 +60,7 @@ def kv_copies(recipe: Recipe, config: Any) -> int:
     return max(1, recipe.engine.tensor_parallel // int(heads))
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, records_routing: bool = True) -> int:
+def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, records_routing: bool) -> int:
     """Returns the bytes of keys and values of one token over all layers. On the CPU they are always float32.
 
     With `records_routing`, the record of a token's routing is kept beside them.
@@ -103,8 +103,17 @@ def scored_ahead_bytes(recipe: Recipe) -> int:
 
 def micro_batch_tokens(recipe: Recipe, longest: int) -> int:
     """Returns the tokens of the largest micro-batch: at least one whole lineage, at most a batch of them."""
-    batch = recipe.rollout.prompts * recipe.rollout.group * recipe.max_lineages * longest
-    return min(max(recipe.training.micro_batch_tokens, longest), batch)
+    return min(max(recipe.training.micro_batch_tokens, longest), batch_tokens(recipe, longest))
+
+
+def batch_tokens(recipe: Recipe, longest: int) -> int:
+    """Returns the most tokens of a batch whose lineages have up to `longest` tokens."""
+    return recipe.rollout.prompts * recipe.rollout.group * recipe.max_lineages * longest
+
+
+def holds_several(recipe: Recipe, longest_prompt: int) -> bool:
+    """True if a smaller `training.micro_tokens` needs less memory: a micro-batch has more than one trajectory."""
+    return recipe.training.micro_batch_tokens > longest_trajectory(recipe, longest_prompt)
 
 
 def activation_bytes(

@@ -14,7 +14,7 @@ import torch
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_dtype, free_bytes, with_section
 from stretto.setup.memory import Footprint, count_weights, instances_per_device, without_kv
-from stretto.setup.memory_sizes import engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.setup.memory_sizes import batch_tokens, engine_rows, kv_bytes_per_token, longest_trajectory
 from stretto.training.options import MICRO_TOKENS
 
 SIZES = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)
@@ -36,7 +36,7 @@ def with_micro_tokens(
     free = free_bytes(recipe, device) if free is None else free
     counted = count_weights(recipe, config, device)
     one = longest_trajectory(recipe, longest_prompt)
-    batch = recipe.rollout.prompts * recipe.rollout.group * one
+    batch = batch_tokens(recipe, one)
     chosen = recipe
     for size in SIZES:
         chosen = with_section(recipe, "training", micro_tokens=size)
@@ -48,15 +48,18 @@ def with_micro_tokens(
     return chosen
 
 
-def describe_micro_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
-    """Returns a line on what `auto` became, if it became something."""
+def describe_micro_tokens(asked: Recipe, recipe: Recipe, longest_prompt: int) -> list[str]:
+    """Returns a line on what `auto` became and why, if it became something."""
+    size = recipe.training.micro_batch_tokens
     if asked.training.micro_tokens == recipe.training.micro_tokens:
         return []
     if recipe.runtime.type == "ray":
         why = "on a cluster it does not follow the memory"
+    elif size >= (batch := batch_tokens(recipe, longest_trajectory(recipe, longest_prompt))):
+        why = f"it holds the whole batch, which has at most {batch:,} tokens"
     else:
-        why = "the smallest" if recipe.training.micro_tokens == SIZES[-1] else "the most that leaves KV enough memory"
-    return [f"`training.micro_tokens = {recipe.training.micro_tokens}` (auto): {why}"]
+        why = {SIZES[0]: "the largest", SIZES[-1]: "the smallest"}.get(size, "the most that leaves KV enough memory")
+    return [f"`training.micro_tokens = {size}` (auto): {why}"]
 
 
 def _leaves_room(recipe: Recipe, config: Any, need: Footprint, one: int, device: torch.device, free: int) -> bool:

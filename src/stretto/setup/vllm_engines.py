@@ -104,7 +104,7 @@ def child_options(
     block = KV_BLOCK[device.type]
     kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
     text = config.get_text_config()
-    kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype) * kv_copies(recipe, text)
+    kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype, records_routing=False) * kv_copies(recipe, text)
     return ChildOptions(
         model=model_path,
         kind="full" if lora is None else "lora",
@@ -135,7 +135,8 @@ def records_masks(recipe: Recipe) -> bool:
 def _device_share(recipe: Recipe, need: Footprint, kv_bytes: int, device: torch.device) -> float | None:
     """Returns the share of each GPU that must be free when the child starts: what the plan has for it.
 
-    It is nothing else to vLLM, which is told the size of its KV cache.
+    It is of the whole GPU, also under `runtime.device_gib`. It is nothing else to vLLM, which is told the size of its
+    KV cache.
     """
     if device.type != "cuda":
         return None

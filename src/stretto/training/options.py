@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from stretto.options import Options
 
 MICRO_TOKENS = 8_192  # of `micro_tokens = "auto"` where no memory is planned for
+LEAST_MICRO_TOKENS = 1_024  # smaller micro-batches are never tried where memory is short
 
 
 class TrainingOptions(Options):

@@ -102,10 +102,10 @@ def test_modules_of_transformers_record_nothing_without_records() -> None:
     done = {}
     for records in (True, False):
         engine = engine_of(model, records_routing=records)
+        hooks = [len(router._forward_hooks) for tree in engine._slots.trees for router in routers_of(tree)]
+        assert hooks == [int(records)] * 2, "before the first step, and for good"
         engine.add(Request(0, 0, PROMPT, 0, Sampling(6)))
         done[records] = finish(engine)[0]
-        hooks = [len(router._forward_hooks) for tree in engine._slots.trees for router in routers_of(tree)]
-        assert hooks == [int(records)] * 2
     assert done[True].routing is not None
     assert done[False].routing is None
     assert np.array_equal(done[True].tokens, done[False].tokens)

@@ -34,6 +34,10 @@ class Decoder(Protocol):
         """Lets the products of experts, if there are any, have at least so many rows on a CPU."""
         ...
 
+    def stop_recording(self) -> None:
+        """Lets the forward record no routing from now on. Called before the cache frees its records."""
+        ...
+
     def __call__(
         self,
         tokens: Tensor,  # [tokens]

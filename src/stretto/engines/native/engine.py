@@ -168,6 +168,7 @@ class NativeEngine:
                     model_checks.fuse_norms(tree)
                 alone &= model_checks.batch_experts(tree, max_tokens)
                 decoders.append(StockDecoder(tree, attention, self._slots))
+            self._decoders = decoders
             exact, padding = deterministic, 0
             if kernels.mixed_batches:
                 padding, exact = model_checks.exact_padding(decoders[0].layers, max_tokens)
@@ -489,6 +490,8 @@ class NativeEngine:
     @_on_device
     def _stop_recording(self) -> None:
         self._steps.wait()
+        for decoder in self._decoders:
+            decoder.stop_recording()
         self._cache.stop_recording()
 
     def _compare_one(self, model: nn.Module, length: int) -> None:

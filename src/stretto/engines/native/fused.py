@@ -138,6 +138,9 @@ class FusedDecoder:
             if layer.experts is not None:
                 layer.experts.padding = rows
 
+    def stop_recording(self) -> None:
+        """Does nothing: a forward records if the cache has records."""
+
     def __call__(
         self,
         tokens: Tensor,

@@ -118,7 +118,8 @@ class StockDecoder:
 
     def __init__(self, tree: Any, attention: Attention, slots: Slots) -> None:
         self._tree, self._attention, self._slots = tree, attention, slots
-        self._tap = RoutingTap(tree) if self._records() else None
+        records = attention.cache is not None and attention.cache.routing is not None
+        self._tap = RoutingTap(tree) if records else None
         self._experts = [module for module in tree.modules() if isinstance(module, SlottedExperts)]
         adapted = [module for module in tree.modules() if isinstance(module, SlottedLinear | SlottedExperts)]
         self._mask: SlotMask | None = adapted[0].mask if adapted else None
@@ -134,8 +135,11 @@ class StockDecoder:
     def scale(self) -> float:
         return 1.0 if self._mask is None else self._mask.scale
 
-    def _records(self) -> bool:
-        return self._attention.cache is not None and self._attention.cache.routing is not None
+    def stop_recording(self) -> None:
+        """Takes its tap from the routers of the tree."""
+        if self._tap is not None:
+            self._tap.close()
+            self._tap = None
 
     def pad_experts(self, rows: int) -> None:
         """Pads the products of experts that have adapters; those of transformers run token by token, or grouped."""
@@ -154,9 +158,6 @@ class StockDecoder:
     ) -> Tensor:
         self._attention.step = AttentionStep(writes.to(torch.int64), attend)
         self._slots.choose(slots)
-        if self._tap is not None and not self._records():
-            self._tap.close()
-            self._tap = None
         output = run_modules(self._tree, tokens, positions, logits_to_keep=0 if keep is None else keep)
         if self._tap is not None and self._attention.cache is not None:
             self._attention.cache.record_routing(writes, self._tap.take())
