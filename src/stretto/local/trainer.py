@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from stretto.engines.native.capture_lock import CAPTURE, release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError, describe, first_line
+from stretto.training.options import LEAST_MICRO_TOKENS
 from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.trainer import Trainer
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 HALVINGS = 2  # of the micro-batch of an update that ran out of memory
-LEAST_MICRO_TOKENS = 1_024
 RETRIES = 3  # of such an update, after that
 CAPTURING = "stream is capturing"  # in CUDA's error for what is not permitted then
 KEPT_SHARE = 0.7  # of the KV cache, at each retry
