@@ -89,9 +89,12 @@ def prepare(out: Path, source: Path | None) -> dict[str, int]:
     targets = {split: out / f"{split}.jsonl" for split in SPLITS}
     if source is not None and source.resolve() == out.resolve():
         raise PreparationError(f"`--out {out}` is the folder that `--from` names; choose another one")
-    out.mkdir(parents=True, exist_ok=True)
-    for split, target in targets.items():
-        target.write_text("".join(json.dumps(row) + "\n" for row in rows[split]), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, target in targets.items():
+            target.write_text("".join(json.dumps(row) + "\n" for row in rows[split]), encoding="utf-8")
+    except OSError as error:
+        raise PreparationError(f"`--out {out}` cannot be written ({error.strerror}); name a folder") from error
     return {split: len(each) for split, each in rows.items()}
 
 

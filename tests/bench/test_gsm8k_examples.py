@@ -71,6 +71,13 @@ def test_the_published_files_are_not_overwritten(tmp_path: Path, capsys: pytest.
     assert json.loads((source / "train.jsonl").read_text()) == PUBLISHED
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = published(tmp_path / "source")
+    (tmp_path / "out").write_text("mine")
+    assert gsm8k.main(["--from", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "out` cannot be written (File exists); name a folder" in capsys.readouterr().err
+
+
 def test_a_missing_folder_and_a_missing_package_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
