@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches and examples are no part of the package
 
 from bench.gpu import answers
+from bench.gpu.problems import write_tiny_problems
 from examples import reasoning_problems
 from stretto.environments.rewards.mathematics import reward
 
@@ -88,9 +89,26 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, capsys):
 
 
 def test_a_cell_tells_lengths_and_accuracy(tmp_path):
-    assert answers.main(["--tiny", "--model", "tiny", "--out", str(tmp_path)]) == 0
+    assert answers.main(["--tiny", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("answers-native-*.json")
     found = json.loads(path.read_text(encoding="utf-8"))["results"]
     assert found["num_problems"] == 4
     assert 1 <= found["length_p50"] <= found["length_p99"] <= found["length_max"] <= 12
     assert 0.0 <= found["accuracy"] <= 1.0
+
+
+def test_a_missing_model_and_missing_problems_are_named(tmp_path, monkeypatch, capsys):
+    def refused(*given: str) -> str:
+        with pytest.raises(SystemExit) as error:
+            answers.main(["--out", str(tmp_path / "cells"), "--device", "cpu", *given])
+        assert error.value.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    assert "error: `--model` is missing" in refused()
+    without = refused("--model", "./none", "--problems", "data/sums")
+    assert "error: `--problems data/sums`: there is no `data/sums/test.jsonl`" in without
+    assert "`python examples/gsm8k.py`" in without
+    assert "`python examples/reasoning_problems.py TASK --out FOLDER`" in without
+    write_tiny_problems(tmp_path / "data" / "sums")
+    assert "error: `--model = './none'`: there is no folder" in refused("--model", "./none", "--problems", "data/sums")
