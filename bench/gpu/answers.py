@@ -24,6 +24,7 @@ from bench.gpu.cells import Cell, add_options, from_options, words
 from bench.gpu.problems import Problem, load_reward, read_problems, score, write_tiny_model, write_tiny_problems
 from stretto.engines.native.engine import NativeEngine
 from stretto.engines.threaded import Failed
+from stretto.errors import ModelError
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_model, load_tokenizer
 from stretto.models.lora import adapted_modules
@@ -33,7 +34,7 @@ REWARD = "stretto.environments.rewards.mathematics:reward"
 ROWS = 1_024  # that decode at once
 MARGIN = 32  # tokens of context beyond the longest prompt and completion
 RANK = 1
-SHARES = (50, 90, 99)  # percentiles that are told
+SHARES = (50, 90, 99)  # percentiles that are reported
 
 
 def prompts_of(tokenizer: Any, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
@@ -80,13 +81,12 @@ class Answerer:
     def __init__(self, options: argparse.Namespace) -> None:
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         self._options = options
-        self._tokenizer = load_tokenizer(options.model)
-        self._model = load_model(options.model, dtype, torch.device(options.device))
+        self._tokenizer = load_tokenizer(options.model, option="--model")
+        self._model = load_model(options.model, dtype, torch.device(options.device), option="--model")
 
-    def measure(self, folders: Sequence[Path]) -> list[dict[str, Any]]:
-        """What the answers to each folder's problems came to."""
+    def measure(self, problems: Sequence[Sequence[Problem]]) -> list[dict[str, Any]]:
+        """Returns what the answers to the problems of each folder came to."""
         options = self._options
-        problems = [read_problems(folder, "test", options.count) for folder in folders]
         prompts = [prompts_of(self._tokenizer, each) for each in problems]
         every = [prompt for each in prompts for prompt in each]
         context = max(map(len, every)) + options.max_tokens + MARGIN
@@ -119,7 +119,7 @@ class Answerer:
 def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--model", required=True, help="a folder, or a hub name")
+    parser.add_argument("--model", help="a folder, or a hub name; `--tiny` makes its own")
     parser.add_argument("--problems", type=words, default=["data/gsm8k"], help="folders, separated by commas")
     parser.add_argument("--count", type=int, default=256, help="held-out problems of each folder")
     parser.add_argument("--max-tokens", type=int, default=4_096)
@@ -128,7 +128,10 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser_of().parse_args(arguments)
+    parser = parser_of()
+    options = parser.parse_args(arguments)
+    if options.model is None and not options.tiny:
+        parser.error("`--model` is missing: give a folder, or a hub name")
     cells = from_options(options)
     with tempfile.TemporaryDirectory() as scratch:
         if options.tiny:
@@ -138,7 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
         shared = {"model": Path(options.model).name, "max_tokens": options.max_tokens, "count": options.count}
         asked = {Cell("answers", "native", {**shared, "problems": Path(each).name}): each for each in options.problems}
         if pending := cells.pending(list(asked)):
-            found = Answerer(options).measure([Path(asked[cell]) for cell in pending])
+            try:
+                problems = [read_problems(Path(asked[cell]), "test", options.count) for cell in pending]
+                answerer = Answerer(options)
+            except (ValueError, ModelError) as error:
+                parser.error(str(error))
+            found = answerer.measure(problems)
             for cell, results in zip(pending, found, strict=True):
                 cells.write(cell, results)
                 print(f"{cell.parameters['problems']}: {results}", flush=True)

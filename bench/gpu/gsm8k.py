@@ -1,9 +1,9 @@
-"""GSM8K, our side: a real model learns school mathematics; accuracy an update and a second.
+"""GSM8K, our side: a real model learns school mathematics; accuracy per update and per second.
 
     python examples/gsm8k.py
     python -m bench.gpu.gsm8k --model MODEL --problems data/gsm8k --out RESULTS --resume
 
-Runs `stretto train` on `recipes/gsm8k.toml`, once a paradigm and seed. Two cells a run:
+Runs `stretto train` on `recipes/gsm8k.toml`, once per paradigm and seed. Two cells per run:
 
 - `gsm8k`: every update, every evaluation (temperature 1, the first `--held-out` test problems), rates and idle shares.
 - `gsm8k-test`: the whole test set, sampled and greedy, before and after training, by the native engine.

@@ -95,11 +95,17 @@ def compared(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=Path, help="the folder of the cells")
-    options = parser.parse_args()
-    for each in compared(read_runs(options.cells)):
+    options = parser.parse_args(arguments)
+    if not options.cells.is_dir():
+        parser.error(f"there is no folder `{options.cells}`")
+    try:
+        found = compared(read_runs(options.cells))
+    except ValueError as error:
+        parser.error(f"`{options.cells}`: {error}")
+    for each in found:
         bound = f"K = {each['staleness']}" + (f", in_flight {each['in_flight']}" if each["in_flight"] else "")
         print(
             f"{each['paradigm']}, {bound}: {each['gain']:.3f} x `synchronous`; ideal {each['ideal']:.3f} "

@@ -1,6 +1,8 @@
-"""Draws the accuracy of GSM8K runs by second and by update, from their cells: the first picture of the README.
+"""Draws the accuracy of GSM8K runs by second and by update, from their cells: pictures of README and docs.
 
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k --model qwen2.5-coder-1.5b --out docs/images/gsm8k.svg
+    python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b --model qwen2.5-coder-0.5b \\
+        --out docs/images/gsm8k-small.svg
 
 Writes the picture in light colours, and beside it one in dark colours (`gsm8k-dark.svg`). Every seed is a line. Bars
 are standard errors of a score. Seconds count from the first admission: start-up is not in them, on either side.
@@ -19,6 +21,10 @@ from typing import Any
 WIDTH, HEIGHT = 980, 330
 PANEL, TOP, BOTTOM, LEFT, GAP = 400, 56, 268, 62, 76  # pixels
 GRID_STEPS = 5
+NAMES = {  # of the folders that `examples/qwen.py` writes
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
+}
 NICE = (1, 2, 2.5, 5, 10)
 LIGHT = {"text": "#1f2328", "dim": "#59636e", "grid": "#d1d9e0", "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e")}
 DARK = {"text": "#f0f6fc", "dim": "#9198a1", "grid": "#3d444d", "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149")}
@@ -50,7 +56,7 @@ def label_of(cell: dict[str, Any]) -> str:
     if cell["side"] == "trl":
         return f"TRL {cell['versions']['trl']}, vLLM {cell['versions']['vllm']}"
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
-    full = ", full" if cell["parameters"].get("in_flight") == "full" else ""
+    full = ", everything in flight" if cell["parameters"].get("in_flight") == "full" else ""
     return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{full}"
 
 
@@ -77,12 +83,18 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
         for run in runs:
             colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
             parts += _line(run, number, left, most, (low, high), colour)
+    x = LEFT
     for place, label in enumerate(labels):
-        x = LEFT + place * 210
         colour = colours["lines"][place % len(colours["lines"])]
         parts.append(f'<rect x="{x}" y="{HEIGHT - 16}" width="14" height="4" fill="{colour}"/>')
         parts.append(_text(x + 20, HEIGHT - 9, label, colours["text"], size=13))
+        x += legend_width(label)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def legend_width(label: str) -> int:
+    """The pixels from an entry of the legend to the next one."""
+    return max(210, 40 + 7 * len(label))  # a letter of size 13 has less than 7 on average
 
 
 def _panel(left: float, name: str, most: float, scale: tuple[float, float], colours: dict[str, Any]) -> Iterator[str]:
@@ -132,19 +144,24 @@ def _text(
     )
 
 
-def main() -> None:
+def title_of(model: str) -> str:
+    """The title for a model's folder."""
+    return f"{NAMES.get(model, model)} on GSM8K, LoRA, one H200"
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=Path, help="the folder of the cells")
     parser.add_argument("--model", required=True, help="the name of the model's folder")
-    parser.add_argument("--title", default="Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200")
+    parser.add_argument("--title", help="default: by `--model`")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     runs = read_runs(options.cells, options.model)
     if not runs:
         parser.error(f"no cell of `{options.model}` in {options.cells}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for path, colours in ((options.out, LIGHT), (options.out.with_stem(f"{options.out.stem}-dark"), DARK)):
-        path.write_text(picture(runs, colours, options.title), encoding="utf-8")
+        path.write_text(picture(runs, colours, options.title or title_of(options.model)), encoding="utf-8")
         print(path)
 
 

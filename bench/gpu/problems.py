@@ -38,10 +38,13 @@ class Score:
 
 
 def read_problems(folder: Path, split: str, count: int | None = None) -> list[Problem]:
-    """The first `count` problems of `train` or `test`, or all of them, as `examples/gsm8k.py` wrote them."""
+    """The first `count` problems of `train` or `test`, or all of them, as the examples wrote them."""
     path = folder / f"{split}.jsonl"
     if not path.exists():
-        raise ValueError(f"`--problems {folder}`: there is no `{path}`; `python examples/gsm8k.py` makes it")
+        raise ValueError(
+            f"`--problems {folder}`: there is no `{path}`; `python examples/gsm8k.py` makes the one of GSM8K, and "
+            "`python examples/reasoning_problems.py TASK --out FOLDER` those of other tasks"
+        )
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
 
 

@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches and examples are no part of the package
 
 from bench.gpu import answers
+from bench.gpu.problems import write_tiny_problems
 from examples import reasoning_problems
 from stretto.environments.rewards.mathematics import reward
 
@@ -44,22 +45,70 @@ def test_held_out_problems_stay_the_same_when_more_are_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["no_such_task"], "reasoning-gym makes no `no_such_task`"),
-        (["bitwise_arithmetic"], "0 different problems with a number as answer"),
+        (["chainsum"], "reasoning-gym has no task `chainsum`; did you mean `chain_sum`?"),
+        (["syllogism"], "the answers of `syllogism` are no numbers (one of 100 is 'No'): choose another task"),
         (["chain_sum", "--config", '{"min_terms": 0}'], "reasoning-gym makes no `chain_sum`"),
+        (["lcm", "--config", '{"min_value": 1, "max_value": 2}'], "5 are needed: lower `--train` or `--test`"),
     ],
 )
 def test_tasks_that_give_no_problems_are_refused(given, message, tmp_path, capsys):
     pytest.importorskip("reasoning_gym")
-    assert reasoning_problems.main([*given, "--train", "3", "--test", "2", "--out", str(tmp_path / "x")]) == 1
-    assert message in capsys.readouterr().err
+    assert reasoning_problems.main([*given, "--train", "3", "--test", "2", "--out", str(tmp_path / "x")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--train", "-4"], "argument --train: `-4` is no whole number of at least 1"),
+        (["--test", "0"], "argument --test: `0` is no whole number of at least 1"),
+        (["--config", "{bad"], "argument --config: `{bad` is no JSON (Expecting property name"),
+        (["--config", "[1]"], "argument --config: `[1]` is no JSON object"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(given, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        reasoning_problems.main(["chain_sum", "--out", str(tmp_path / "x"), *given])
+    assert error.value.code == 2
+    assert f"error: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, capsys):
+    pytest.importorskip("reasoning_gym")
+    (tmp_path / "x").write_text("mine")
+    few = ["chain_sum", "--train", "3", "--test", "2"]
+    assert reasoning_problems.main([*few, "--out", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == f"error: `--out {tmp_path / 'x'}` is a file; name a folder\n"
+    assert reasoning_problems.main([*few, "--out", str(tmp_path / "x" / "y")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    assert (tmp_path / "x").read_text() == "mine"
+
+
 def test_a_cell_tells_lengths_and_accuracy(tmp_path):
-    assert answers.main(["--tiny", "--model", "tiny", "--out", str(tmp_path)]) == 0
+    assert answers.main(["--tiny", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("answers-native-*.json")
     found = json.loads(path.read_text(encoding="utf-8"))["results"]
     assert found["num_problems"] == 4
     assert 1 <= found["length_p50"] <= found["length_p99"] <= found["length_max"] <= 12
     assert 0.0 <= found["accuracy"] <= 1.0
+
+
+def test_a_missing_model_and_missing_problems_are_named(tmp_path, monkeypatch, capsys):
+    def refused(*given: str) -> str:
+        with pytest.raises(SystemExit) as error:
+            answers.main(["--out", str(tmp_path / "cells"), "--device", "cpu", *given])
+        assert error.value.code == 2
+        return capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    assert "error: `--model` is missing" in refused()
+    without = refused("--model", "./none", "--problems", "data/sums")
+    assert "error: `--problems data/sums`: there is no `data/sums/test.jsonl`" in without
+    assert "`python examples/gsm8k.py`" in without
+    assert "`python examples/reasoning_problems.py TASK --out FOLDER`" in without
+    write_tiny_problems(tmp_path / "data" / "sums")
+    assert "error: `--model = './none'`: there is no folder" in refused("--model", "./none", "--problems", "data/sums")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -69,6 +71,13 @@ def test_the_published_files_are_not_overwritten(tmp_path: Path, capsys: pytest.
     assert json.loads((source / "train.jsonl").read_text()) == PUBLISHED
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = published(tmp_path / "source")
+    (tmp_path / "out").write_text("mine")
+    assert gsm8k.main(["--from", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "out` cannot be written (File exists); name a folder" in capsys.readouterr().err
+
+
 def test_a_missing_folder_and_a_missing_package_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +86,27 @@ def test_a_missing_folder_and_a_missing_package_are_named(
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert gsm8k.main(["--out", str(tmp_path / "out")]) == 2
     assert "`pip install datasets`, or give the folder" in capsys.readouterr().err
+
+
+def test_without_a_hub_the_other_way_is_named_for_problems_and_for_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*_: str, split: str) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert gsm8k.main(["--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "(ConnectionError: no network); give the folder" in said
+    assert '`make qwen FROM="--packages --from FOLDER"`' in said
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_one_variable_of_make_takes_model_and_problems_from_elsewhere() -> None:
+    asked = ["make", "-B", "-n", "qwen", "FROM=--packages --from published"]
+    said = subprocess.run(asked, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+    assert "examples/qwen.py 1.5B --packages\n" in said
+    assert "examples/gsm8k.py --from published\n" in said
 
 
 def test_the_hub_is_asked_for_both_splits_of_the_main_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

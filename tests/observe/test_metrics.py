@@ -253,6 +253,21 @@ def test_rewards_that_are_always_equal_are_told_in_every_line_once_in_a_warning_
     assert "signal" not in table
 
 
+def test_completions_that_are_cut_off_are_named_with_the_folder_of_the_run_and_in_the_table() -> None:
+    subject = Tally(rows=4, sink=Kept(), run=Path("runs/my own"))
+    for number in range(3):
+        metrics = {"groups": 2.0, "groups_without_signal": 2.0, "truncated": 1.0, "length_mean": 2.0}
+        done = [sample(0, 0, completion(2, finish="length"))]
+        line = update(subject, number, done, number, number + 1.0, **metrics)
+    (warning,) = line["warnings"]
+    assert "`rollout.max_tokens` cut off 100% of the completions" in warning
+    assert "`stretto show 'runs/my own' --update 2`" in warning
+    stream = io.StringIO()
+    summary = {**subject.summary(), "spared_groups": 0, "replaced_groups": 0}
+    Console(file=stream, width=160).print(summary_table(summary))
+    assert "since update 2; most completions were cut off: raise `rollout.max_tokens`" in stream.getvalue()
+
+
 def test_a_run_without_updates_has_a_summary_too() -> None:
     subject, _ = tally()
     subject.close_window([], at=5.0)

@@ -90,6 +90,27 @@ def test_filtered_groups_count_as_groups_without_signal() -> None:
     assert "200 of 216 groups have equal rewards and train nothing (mean reward 1)" in sentences[0]
 
 
+@pytest.mark.parametrize("kind", ["reward-constant", "no-signal", "little-signal"])
+def test_missing_signal_of_completions_that_are_cut_off_is_put_down_to_that(kind: str) -> None:
+    subject = Symptoms(run="runs/mine")
+    lines = [{"update": number, **HEALTHY, **ILL[kind], "truncated": 0.6, "length_mean": 32.0} for number in range(3)]
+    (sentence,) = [text for line in lines for text in subject.add(line)[1]]
+    begun = (
+        "update 2: the run may not be learning: `rollout.max_tokens` cut off 60% of the completions (mean length 32)"
+    )
+    assert sentence.startswith(begun)
+    assert sentence.endswith("otherwise raise `rollout.max_tokens`, or ask for shorter answers")
+    assert "`stretto show runs/mine --update 2`" in sentence
+    assert "prompts" not in sentence
+
+
+def test_missing_signal_of_completions_that_end_by_themselves_is_not() -> None:
+    (sentence,) = said("reward-constant", "reward-constant", "reward-constant")[2][1]
+    assert "start with easier prompts" in sentence
+    assert "max_tokens" not in sentence
+    assert "`stretto show RUN --update 2`" in sentence
+
+
 def test_numbers_that_were_not_measured_are_no_symptom() -> None:
     subject = Symptoms()
     assert [subject.add({"update": number}) for number in range(5)] == [([], [])] * 5

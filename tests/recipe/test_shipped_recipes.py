@@ -10,7 +10,7 @@ import stretto
 from stretto.cli import main
 from stretto.errors import RecipeError
 from stretto.recipe.reading import load_recipe
-from stretto.recipe.shipped_recipes import FOLDER, found, names
+from stretto.recipe.shipped_recipes import FOLDER, MADE_BY, found, names
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -55,3 +55,50 @@ def test_a_shipped_recipe_takes_rows_that_are_given(tmp_path: Path, monkeypatch:
     for recipe in ("quickstart", RECIPES / "quickstart.toml"):
         report = stretto.check(recipe, {"training.steps": 40}, reward=reward, data=rows)
         assert "python:data@" in str(report)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what a checkout of the repository has, without data and models."""
+    (tmp_path / "recipes").symlink_to(RECIPES)
+    (tmp_path / "Makefile").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command"),
+    [
+        ("recipes/gsm8k-small.toml", "`make gsm8k` makes it"),
+        ("gsm8k", "`make gsm8k` makes it"),
+        ("bfcl", "`python -m stretto.environments.adapters.bfcl --out data/bfcl` makes it"),
+        ("agent", "`recipes/agent.toml` says how to get its files"),
+    ],
+)
+def test_in_a_checkout_the_command_that_makes_the_data_is_named(checkout: Path, recipe: str, command: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        stretto.check(recipe)
+    assert command in str(error.value)
+    assert "go there" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["path", "evaluation_path"])
+def test_a_missing_file_that_an_override_names_is_not_one_that_the_recipe_needs(
+    checkout: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "data" / "gsm8k").mkdir(parents=True)
+    for split in ("train", "test"):
+        (checkout / "data" / "gsm8k" / f"{split}.jsonl").touch()
+    assert main(["check", "recipes/gsm8k-small.toml", "--set", f"task.{key}=data/none.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert f"`task.{key} = 'data/none.jsonl'`: there is no such file (seen from {checkout})" in said
+    assert "needs" not in said
+
+
+def test_every_data_folder_of_a_shipped_recipe_has_a_command_that_makes_it() -> None:
+    for name in names():
+        recipe = load_recipe(name)
+        files = [getattr(task, key, None) for task in recipe.tasks for key in ("path", "evaluation_path")]
+        for file in files:
+            if isinstance(file, str) and file.startswith("data/"):
+                assert str(Path(file).parent) in MADE_BY, name

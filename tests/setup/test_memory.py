@@ -1,5 +1,6 @@
 """What a run is told to need in memory, against what its parts hold."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,38 @@ def test_the_plan_says_which_device_it_is_for() -> None:
     text = describe_memory(recipe(runtime={"device": "cpu"}))
     assert "# device: cpu, weights in float32" in text
     assert "# memory: base" in text
+
+
+def test_a_plan_for_the_cpu_says_what_the_machine_has_and_warns_if_that_is_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stretto.setup.memory_report.usable_memory", lambda: 48 * GIB)
+    options = {"rollout": {"max_tokens": 512}, "runtime": {"device": "cpu"}}
+    fits = describe_memory(recipe(**options), 256)
+    assert "# device: cpu, weights in float32, 48.00 GiB in this machine" in fits
+    assert "warning" not in fits
+    line = describe_memory(recipe(lora=True, **options), 256, config=BILLIONS).splitlines()[-1]
+    assert line.startswith("# warning: the plan is larger than the memory of this machine, ")
+    assert " of 48.00 GiB. " in line
+    changes = dict(re.findall(r"`--set (\S+)=(\d+|true)`", line))
+    assert changes.keys() == {"training.micro_tokens", "training.checkpointing", "rollout.kv_tokens"}
+    lowered = {**options, "training": {"micro_tokens": int(changes["training.micro_tokens"])}}
+    assert "warning" not in describe_memory(recipe(lora=True, **lowered), 256, config=BILLIONS), "the advice helps"
+    cluster = {**options, "runtime": {"type": "ray", "device": "cpu"}}
+    assert "this machine" not in describe_memory(recipe(lora=True, **cluster), 256, config=BILLIONS)
+
+
+def test_a_warning_for_the_cpu_names_adapters_or_a_smaller_model_if_the_weights_are_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_cpu, small = {"runtime": {"device": "cpu"}}, {"prompts": 1, "group": 2, "max_tokens": 16}
+    monkeypatch.setattr("stretto.setup.memory_report.usable_memory", lambda: 16 * GIB)
+    full = describe_memory(recipe(rollout=small, **on_cpu), 16, config=BILLIONS).splitlines()[-1]
+    assert "`--set model.lora.rank=16`" in full
+    monkeypatch.setattr("stretto.setup.memory_report.usable_memory", lambda: 4 * GIB)
+    assert "use a larger device or a smaller model" in describe_memory(
+        recipe(rollout=small, **on_cpu), 16, config=BILLIONS
+    )
 
 
 def test_on_a_cluster_instances_and_trainer_are_planned_apart() -> None:

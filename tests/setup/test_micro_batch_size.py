@@ -137,7 +137,7 @@ def test_what_was_chosen_is_said() -> None:
 
 def test_a_limit_is_for_gpus_alone() -> None:
     limited = recipe(runtime={"device_gib": 22})
-    with pytest.raises(RecipeError, match=r"`runtime.device_gib = 22` has no effect on the CPU"):
+    with pytest.raises(RecipeError, match=r"`runtime.device_gib = 22` has no effect on the CPU.* --devices 1x22GiB`"):
         resolved(limited, CPU)
     assert resolved(limited, CUDA).runtime.device_gib == 22
     assert device_limit(22) == int((22 - CONTEXT_GIB) * GIB)

@@ -368,6 +368,7 @@ async def _run(run: _Run) -> dict[str, Any]:
         rows=plan.rows,
         sink=Sinks(JsonLines(run.folder / "metrics.jsonl"), run.listeners),
         totals=resumed.totals,
+        run=run.folder,
         tasks=TaskMetrics(
             {task.label: task.pass_reward or 1.0 for task in recipe.tasks if task.label is not None},
             inputs.prompts.epochs if isinstance(inputs.prompts, MixedPrompts) else dict[str, float],

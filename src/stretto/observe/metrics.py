@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -159,10 +160,18 @@ class Tally:
     """Adds up the events of a run. Everything in `summary.json` is computed here."""
 
     def __init__(
-        self, *, rows: int, sink: Sink, totals: Totals | None = None, tasks: TaskMetrics | None = None
+        self,
+        *,
+        rows: int,
+        sink: Sink,
+        totals: Totals | None = None,
+        tasks: TaskMetrics | None = None,
+        run: Path | None = None,
     ) -> None:
-        """`tasks`: the metrics of the tasks that have labels; None: there is none."""
+        """`tasks`: the metrics of the tasks that have labels; None: there is none. `run` is the run's folder."""
         self.totals = totals or Totals()
+        if run is not None:
+            self.totals.symptoms.run = shlex.quote(str(run))
         self._tasks = tasks or TaskMetrics({})
         self._rows = rows
         self._sink = sink

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from stretto.observe.symptoms import MOSTLY_TRUNCATED, OF_SIGNAL
+
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Returns the summary of a run as a table."""
@@ -63,8 +65,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("mean length trained / sampled", f"{summary['length_ratio']:.3f}")
     for kind, update in summary["collapsing"].items():
         table.add_row(f"collapsing ({kind})", f"since update {update}")
+    cut_off = summary["truncated_trajectories"] >= MOSTLY_TRUNCATED * max(1, summary["trained_trajectories"])
     for kind, when in summary["not_learning"].items():
         over = "" if when["over"] is None else f", over at update {when['over']}"
+        if cut_off and not over and kind in (*OF_SIGNAL, "truncated"):
+            over = "; most completions were cut off: raise `rollout.max_tokens`"
         what = "prompts too easy" if kind == "solved" else f"not learning ({kind})"
         table.add_row(what, f"since update {when['since']}{over}")
     mismatch = summary["mismatch_kl"]

@@ -17,6 +17,9 @@
 that learns may cut off every completion. Those of `PATIENT` also wait until the trend is known. Signal that is missing
 because the task is learnt is `solved`, which is said once, and whose end is not.
 
+If most completions are cut off, the sentences of the first three begin with that, and advise to raise
+`rollout.max_tokens`: a completion that did not come to its answer says nothing about the prompts.
+
 With several rewards, the sentence of the first three names the rewards that are equal for all completions. A task is
 not learnt while one of them is *stuck*: it never was above 0, or it is below what it once was. Then there is no
 `solved`.
@@ -38,6 +41,7 @@ HOLDS = 3  # updates in a row: one bad batch is no symptom
 LITTLE = 0.9  # share of groups
 FEWEST_GROUPS = 8  # of an update, for a share of groups to mean anything
 TRUNCATED = 0.95  # share of completions
+MOSTLY_TRUNCATED = 0.5  # share of completions, beyond which missing signal is first put down to it
 ENTROPY_GONE = 1e-3  # nats a token; a policy that has learnt a small task well still has 20 times as much
 MISMATCH_LARGE = 0.05  # a token; ratios are then off by about 30 %, beyond the usual clip of 20 %
 FAILING = 0.5  # share of trajectories
@@ -46,8 +50,10 @@ LOWER = 0.1  # share of the range of a reward's means, by which a constant one i
 # A kind that says more than another: while it holds, the other is not reported.
 IMPLIES = {"reward-constant": ("no-signal", "little-signal", "gradient-zero"), "no-signal": ("little-signal",)}
 
+OF_SIGNAL = ("reward-constant", "no-signal", "little-signal")  # kinds of missing signal
+
 # Kinds that are no symptom while the reward rises or is learnt, and those that wait until its trend is known.
-EXCUSED = ("reward-constant", "no-signal", "little-signal", "truncated", "entropy-gone")
+EXCUSED = (*OF_SIGNAL, "truncated", "entropy-gone")
 PATIENT = ("little-signal", "truncated", "entropy-gone")
 
 # Each kind that may end, with what is said then.
@@ -72,6 +78,7 @@ Line = Mapping[str, Any]
 class Symptoms:
     """The symptoms of a run so far, of bounded size."""
 
+    run: str = "RUN"  # the run's folder, as the sentences name it
     since: dict[str, int] = field(default_factory=dict)  # kind -> the update at which it was reported
     over: dict[str, int] = field(default_factory=dict)  # kind -> the update at which its end was reported
     _held: dict[str, int] = field(default_factory=dict)  # kind -> updates in a row
@@ -85,9 +92,9 @@ class Symptoms:
         stuck = self._parts.stuck()
         if outlook == "learnt" and stuck:
             outlook = "flat"
-        found = dict(_found(line, self._parts.described(), stuck))
+        found = dict(_found(line, self._parts.described(), stuck, self.run))
         if outlook == "learnt" and ("no-signal" in found or "little-signal" in found):
-            found["solved"] = _solved(line)
+            found["solved"] = _solved(line, self.run)
         excused = EXCUSED if outlook in ("rising", "learnt") else PATIENT if outlook == "unknown" else ()
         for kind in KINDS:
             self._held[kind] = self._held.get(kind, 0) + 1 if kind in found and kind not in excused else 0
@@ -150,18 +157,18 @@ def is_without_signal(metrics: Line) -> bool:
     return bool(0 < metrics.get("groups", 0) == metrics.get("groups_without_signal", 0))
 
 
-def _found(line: Line, constant: str = "", stuck: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def _found(line: Line, constant: str, stuck: Sequence[str], run: str) -> Iterator[tuple[str, str]]:
     """Returns the symptoms of one update, each with words for it. A number that was not measured is no symptom.
 
     `constant` names the rewards that are equal for all completions, `stuck` those of them that are not at their top.
+    `run` is the folder of the run.
     """
-    yield from _signal(line, constant, stuck)
+    yield from _signal(line, constant, stuck, run)
     if line.get("truncated", 0.0) >= TRUNCATED:
         yield (
             "truncated",
-            f"`rollout.max_tokens` cut off {line['truncated']:.0%} of the completions (mean length "
-            f"{line.get('length_mean', 0):.0f}), which are rewarded before they have answered; raise it, ask for "
-            "shorter answers, or see if the model ever ends one (`rollout.stop`, its chat template)",
+            f"{_cut_off(line)}; raise it, ask for shorter answers, or see if the model ever ends one (`rollout.stop`, "
+            "its chat template)",
         )
     if line.get("entropy", math.inf) < ENTROPY_GONE:
         yield (
@@ -194,61 +201,85 @@ def _found(line: Line, constant: str = "", stuck: Sequence[str] = ()) -> Iterato
     if failed and failed >= FAILING * (failed + trained):
         yield (
             "failing",
-            f"{failed:.0f} trajectories failed for {trained:.0f} that were trained; `stretto show RUN` has the reasons",
+            f"{failed:.0f} trajectories failed for {trained:.0f} that were trained; `stretto show {run}` has the "
+            "reasons",
         )
 
 
-def _signal(line: Line, constant: str, stuck: Sequence[str]) -> Iterator[tuple[str, str]]:
-    reward, update = line.get("reward_mean", math.nan), line["update"]
-    look = f"look at samples with `stretto show RUN --update {update}`"
+def _cut_off(line: Line) -> str:
+    """Returns a clause on the completions of an update that were cut off."""
+    return (
+        f"`rollout.max_tokens` cut off {line['truncated']:.0%} of the completions (mean length "
+        f"{line.get('length_mean', 0):.0f}), which are rewarded before they have answered"
+    )
+
+
+def _signal(line: Line, constant: str, stuck: Sequence[str], run: str) -> Iterator[tuple[str, str]]:
+    """Returns the symptoms of missing signal, each with words for it."""
+    look = _look(line, run)
+    for kind, fact, advice in _missing_signal(line, constant, stuck, look):
+        if line.get("truncated", 0.0) < MOSTLY_TRUNCATED:
+            yield kind, f"{fact}{advice}"
+        else:
+            yield (
+                kind,
+                f"{_cut_off(line)}; {fact}; {look}: if they are right, the task is solved; otherwise raise "
+                "`rollout.max_tokens`, or ask for shorter answers",
+            )
+
+
+def _look(line: Line, run: str) -> str:
+    return f"look at samples with `stretto show {run} --update {line['update']}`"
+
+
+def _missing_signal(line: Line, constant: str, stuck: Sequence[str], look: str) -> Iterator[tuple[str, str, str]]:
+    """Returns the symptoms of missing signal, each with the fact and an advice that continues its sentence."""
+    reward = line.get("reward_mean", math.nan)
     parts = f" ({constant} in all of them)" if constant else ""
     if line.get("reward_std") == 0 and line.get("num_sequences", 0) > 1 and is_without_signal(line):
         yield (
             "reward-constant",
-            f"every completion gets the reward {reward:.3g}{parts}; {look}: if they are right, the task is solved; "
-            "otherwise the reward does not see the answer, or no completion is ever right: start with easier prompts, "
-            "or give credit for a part",
+            f"every completion gets the reward {reward:.3g}{parts}",
+            f"; {look}: if they are right, the task is solved; otherwise the reward does not see the answer, or no "
+            "completion is ever right: start with easier prompts, or give credit for a part",
         )
     never = ", ".join(f"`{name}`" for name in stuck)
     advice = (
-        f"{constant} in all completions of the last {HOLDS} updates or more; {look}: if they are right, {never} does "
+        f": {constant} in all completions of the last {HOLDS} updates or more; {look}: if they are right, {never} does "
         "not see the answer; otherwise no completion is ever right: start with easier prompts, or give credit for a "
         "part"
     )
     if is_without_signal(line):
         each = f"; {constant} in all completions" if constant and not stuck else ""
-        equal = f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}{each})"
         yield (
             "no-signal",
-            f"{equal}: {advice}"
+            f"no reward trains anything: in every group all rewards are equal (mean {reward:.3g}{each})",
+            advice
             if stuck
-            else f"{equal}, so that each prompt is too easy or too hard; {look}, choose other prompts, raise "
-            "`rollout.group` or `rollout.temperature`, or let the reward tell better completions from worse ones",
+            else f", so that each prompt is too easy or too hard; {look}, choose other prompts, raise `rollout.group` "
+            "or `rollout.temperature`, or let the reward tell better completions from worse ones",
         )
     groups, filtered = line.get("groups", 0), line.get("filtered_groups", 0)
     without = line.get("groups_without_signal", 0) + filtered
     if groups + filtered >= FEWEST_GROUPS and without >= LITTLE * (groups + filtered):
-        equal = (
-            f"{without:.0f} of {groups + filtered:.0f} groups have equal rewards and train nothing (mean reward "
-            f"{_reward_without(line):.3g})"
-        )
         yield (
             "little-signal",
-            f"{equal}: {advice}"
+            f"{without:.0f} of {groups + filtered:.0f} groups have equal rewards and train nothing (mean reward "
+            f"{_reward_without(line):.3g})",
+            advice
             if stuck
-            else f"{equal}: most prompts are too easy, or too hard; choose others, or draw those in between more often "
-            'with `task.order = "pass-rate"`',
+            else ": most prompts are too easy, or too hard; choose others, or draw those in between more often with "
+            '`task.order = "pass-rate"`',
         )
 
 
-def _solved(line: Line) -> str:
+def _solved(line: Line, run: str) -> str:
     groups = line.get("groups", 0) + line.get("filtered_groups", 0)
     without = line.get("groups_without_signal", 0) + line.get("filtered_groups", 0)
     return (
         f"{without:.0f} of {groups:.0f} groups have equal rewards (mean {_reward_without(line):.3g}), and the reward "
-        f"is near the highest of the run; look at samples with `stretto show RUN --update {line['update']}`: if they "
-        "are right, the task is solved: stop here, or choose harder prompts; otherwise the reward sees no difference "
-        "any more"
+        f"is near the highest of the run; {_look(line, run)}: if they are right, the task is solved: stop here, or "
+        "choose harder prompts; otherwise the reward sees no difference any more"
     )
 
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import tomllib
+from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from stretto.environments.given import is_given
 from stretto.errors import RecipeError
 
 FOLDER = Path(__file__).parent / "shipped"  # a link to `recipes/` in the repository, a folder of files in a wheel
+KEYS = ("path", "evaluation_path")  # of a task, which name files
+MADE_BY = {  # folders of data, with the command that makes them in a checkout
+    "data/gsm8k": '`make gsm8k` makes it (`make gsm8k FROM="--from FOLDER"` without a hub)',
+    "data/bfcl": "`python -m stretto.environments.adapters.bfcl --out data/bfcl` makes it",
+}
 
 
 def names() -> list[str]:
@@ -42,26 +50,50 @@ def missing(recipe: Path) -> str:
 
 
 def refuse_missing_files(recipe: object, *tasks: object) -> None:
-    """Raises `RecipeError` if a shipped recipe names a data file of the repository that is not below this folder.
+    """Raises `RecipeError` if a shipped recipe names a data file that is not below this folder.
 
-    Rows that were given from Python are no files.
+    The message says how to get a file that the recipe itself names. One that an override names is only missing. Rows
+    that were given from Python are no files.
     """
     if not isinstance(recipe, str | Path) or found(Path(recipe)).resolve().parent != FOLDER.resolve():
         return
-    name = found(Path(recipe)).stem
-    for task, key in itertools.product(tasks, ("path", "evaluation_path")):
-        value = getattr(task, key, None)
-        for file in value if isinstance(value, tuple) else (value,):
-            if (
-                not isinstance(file, str | Path)
-                or is_given(file)
-                or Path(file).is_absolute()
-                or Path(file).exists()
-                or glob(str(file))
-            ):
-                continue
-            raise RecipeError(
-                f"the recipe `{name}` needs `{file}` (`task.{key}`), which is not in this folder: it is for a checkout "
-                f"of the repository of stretto, and `recipes/{name}.toml` there says how to get its files; go there, "
-                f"or name a file of yours with `--set task.{key}=FILE`"
-            )
+    path = found(Path(recipe))
+    own = set(_named_files(*_tables(path)))
+    for key, file in _named_files(*map(_paths, tasks)):
+        if is_given(file) or file.startswith(("/", "~")) or Path(file).exists() or glob(file):
+            continue
+        if (key, file) not in own:
+            raise RecipeError(f"`task.{key} = {file!r}`: there is no such file (seen from {Path.cwd()})")
+        raise RecipeError(
+            f"the recipe `{path.stem}` needs `{file}` (`task.{key}`), which is not in this folder: "
+            f"{_way_to(file, path.stem)}, or name a file of yours with `--set task.{key}=FILE`"
+        )
+
+
+def _tables(path: Path) -> list[dict[str, Any]]:
+    """Returns the tables of the tasks of a recipe, as they are written."""
+    written = tomllib.loads(path.read_text(encoding="utf-8")).get("task", {})
+    return written if isinstance(written, list) else [written]
+
+
+def _paths(task: object) -> dict[str, Any]:
+    return {key: getattr(task, key, None) for key in KEYS}
+
+
+def _named_files(*tables: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the files that tasks name, each with its key."""
+    for table, key in itertools.product(tables, KEYS):
+        value = table.get(key)
+        for file in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(file, str | Path):
+                yield key, str(file)
+
+
+def _way_to(file: str, name: str) -> str:
+    """Returns how to get a file of the repository, seen from this folder."""
+    if not (Path("recipes", f"{name}.toml").is_file() and Path("Makefile").is_file()):
+        return (
+            "it is for a checkout of the repository of stretto, and "
+            f"`recipes/{name}.toml` there says how to get its files; go there"
+        )
+    return MADE_BY.get(str(Path(file).parent), f"`recipes/{name}.toml` says how to get its files")

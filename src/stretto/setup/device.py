@@ -53,7 +53,8 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     if recipe.runtime.device_gib is not None and device.type == "cpu":
         raise RecipeError(
             f"`runtime.device_gib = {recipe.runtime.device_gib:g}` has no effect on the CPU: it limits the memory of a "
-            "GPU; leave it out"
+            "GPU; leave it out. To plan for a GPU that is not here, use "
+            f"`stretto check RECIPE --devices 1x{recipe.runtime.device_gib:g}GiB`"
         )
     if recipe.engine.gpu_memory is not None and device.type == "cpu":
         raise RecipeError(

@@ -6,22 +6,27 @@ from typing import Any
 
 import torch
 
+from stretto.engines.native.host_kv import usable_memory
 from stretto.models.loading import load_config
+from stretto.models.lora_options import LoraOptions
 from stretto.models.tiny import tiny_config_of
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken
-from stretto.setup.device import CUDA, choose_device, choose_dtype, describe_device, free_bytes
+from stretto.setup.device import CUDA, choose_device, choose_dtype, describe_device, free_bytes, with_section
 from stretto.setup.device_plan import described_placement, fit_in_one_process, fit_on_cluster
 from stretto.setup.memory import (
+    Footprint,
     count_weights,
     describe_kv,
     footprint,
     free_for_instance,
+    instances_per_device,
     is_sharded,
     rank_footprint,
+    weights_alone,
 )
-from stretto.setup.memory_sizes import gib
+from stretto.setup.memory_sizes import gib, longest_trajectory
 
 
 def describe_memory(
@@ -36,7 +41,8 @@ def describe_memory(
 
     `config` is that of the model; None: it is loaded. `planned` are devices that are not here; None: those of this
     machine. `asked` is the recipe with `training.micro_tokens` as the user wrote it, to plan a cluster instead; None:
-    `recipe` has it so. Raises `RecipeError` if the run does not fit.
+    `recipe` has it so. Raises `RecipeError` if the run does not fit on GPUs. On the CPU that is a warning in the text:
+    the system may give a run more memory than is free, and the estimate is rough.
     """
     plan, device = recipe.plan, choose_device(recipe.runtime.device) if planned is None else CUDA
     if config is None:
@@ -45,7 +51,11 @@ def describe_memory(
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     where = f"{planned}, which need not be here" if planned is not None else describe_device(device)
-    free = f", {gib(free_bytes(recipe, device))} free" if device.type == "cuda" and planned is None else ""
+    free = ""
+    if device.type == "cuda" and planned is None:
+        free = f", {gib(free_bytes(recipe, device))} free"
+    elif device.type == "cpu" and recipe.runtime.type == "local":
+        free = f", {gib(usable_memory())} in this machine"
     slots, count = f"{recipe.num_slots} version slots", recipe.runtime.instances
     started = f" of {plan.batch + plan.reserve_groups} x {plan.members} that are started" if plan.redundant else ""
     lines = [
@@ -76,7 +86,37 @@ def _in_one_process(
     lines = [f"# memory: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"]
     if planned is not None:
         lines.append(f"# fits {planned}: a run in one process uses 1 of {planned.count} devices")
+    if device.type == "cpu" and need.total > usable_memory():
+        lines.append(f"# warning: {_too_large(recipe, config, longest_prompt, need, usable_memory())}")
     return lines
+
+
+def _too_large(recipe: Recipe, config: Any, longest_prompt: int, need: Footprint, host: int) -> str:
+    """Returns a sentence on a plan for the CPU that is larger than the memory `host`, with what would lower it."""
+
+    def total(section: str, **values: Any) -> int:
+        return footprint(with_section(recipe, section, **values), config, longest_prompt, torch.device("cpu")).total
+
+    said = f"the plan is larger than the memory of this machine, {gib(need.total)} of {gib(host)}"
+    if need.one_base > host:
+        return f"{said}. {weights_alone(need)}"
+    one = longest_trajectory(recipe, longest_prompt)
+    tokens = recipe.training.micro_batch_tokens // 2
+    while tokens > one and total("training", micro_tokens=tokens) > host:
+        tokens //= 2
+    kv_tokens = max(one, need.kv_tokens // 2) * instances_per_device(recipe)
+    plans = {
+        f"training.micro_tokens={tokens}": total("training", micro_tokens=tokens),
+        "training.checkpointing=true": total("training", checkpointing=True),
+        f"rollout.kv_tokens={kv_tokens}": total("rollout", kv_tokens=kv_tokens),
+        "model.lora.rank=16": total("model", lora=recipe.model.lora or LoraOptions(rank=16)),
+    }
+    smaller = sorted((plan, change) for change, plan in plans.items() if plan < need.total)
+    advice = ", ".join(f"{gib(plan)} with `--set {change}`" for plan, change in smaller) or "only with a smaller model"
+    return (
+        f"{said}. The estimate is rough, so the run is not refused; if memory runs out, the system ends it. Smaller "
+        f"plans: {advice}"
+    )
 
 
 def _on_cluster(
