@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -271,13 +272,56 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_a_long_odd_text_is_scored_in_no_time(piece: str) -> None:
-    text = piece * (100_000 // len(piece))
-    began = time.perf_counter()
-    for completion in (text, f"\\boxed{{{text}}}", f"{text} 18", f"18 {text}"):
+BEGINNINGS = [
+    "", "1", "1 ", "1 1", "1/", "1,", "1x", "1x10", "1x10^", "1x10^{", "1x10^1", "^", "^{", "^\\circ", "a", "a^", "a^{",
+    "a^{1", "-", "- (", "1 -", "-(1", "(", "(1,100", "_", "_{", "\\", "\\text", "\\text{", "\\frac", "\\frac{",
+    "\\frac{1", "\\frac{1}", "\\frac{1}{", "\\frac{1}{1", "1\\frac", "\\boxed", "\\boxed{", "n!", "is -", "f(", "log",
+]  # fmt: skip
+REPEATED = [" ", "\n", "\t", "1", "(", ")", "{", "-", "- ", "^ ", "1 -(", ", "]
+
+
+MOST_RATIO = 8  # of the times of a text and of four times as much: linear is 4, quadratic 16
+
+
+def seconds_of(function: Callable[[str], object], texts: Sequence[str]) -> float:
+    """The least processor time of three tries, which other processes of the machine hardly change."""
+    tries = []
+    for _ in range(3):
+        began = time.process_time()
+        for text in texts:
+            function(text)
+        tries.append(time.process_time() - began)
+    return min(tries)
+
+
+def assert_linear(beginning: str, piece: str, num_characters: int) -> None:
+    """Asserts that the time of a reward grows with the length of the completion, and not with its square."""
+
+    def completions(length: int) -> list[str]:
+        text = beginning + piece * (length // len(piece))
+        return [text, f"\\boxed{{{text}}}", f"{text} 18", f"18 {text}"]
+
+    def score(completion: str) -> None:
         assert reward("", completion, answer="19") == 0.0
-    assert time.perf_counter() - began < 5.0  # 0.5 s here; a quadratic expression takes minutes
+
+    few, many = seconds_of(score, completions(num_characters)), seconds_of(score, completions(4 * num_characters))
+    assert many < MOST_RATIO * few + 0.01, piece
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_the_time_of_an_odd_text_grows_with_its_length(piece: str) -> None:
+    assert_linear("", piece, num_characters=8_000)
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_the_time_of_a_long_run_grows_with_its_length(beginning: str) -> None:
+    for piece in REPEATED:
+        assert_linear(beginning, piece, num_characters=1_000)
+
+
+def test_the_time_of_nested_boxes_grows_with_their_number() -> None:
+    few, many = ("\\boxed{" * count + "}" * count for count in (40_000, 160_000))
+    assert seconds_of(last_boxed, [many]) < MOST_RATIO * seconds_of(last_boxed, [few])
 
 
 @settings(deadline=None)  # machines are busy at times

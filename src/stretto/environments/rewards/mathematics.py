@@ -49,7 +49,7 @@ SYMBOLIC_S = 2
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 _INVISIBLE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[!;: ])|\\[()\[\]]|[$€£¥₹]|\\[$€£]")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°")
+_DEGREES = re.compile(r"\^\s*(?:\{\s*)?\\circ\s*\}?|\\degree|°")
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))")
@@ -87,7 +87,7 @@ _NUMBER = re.compile(
       | (?P<mixed>[0-9]{{1,60}})\s+(?P<top>[0-9]{{1,60}})\s*/\s*(?P<bottom>[0-9]{{1,60}})(?![0-9.,/])
       | (?P<value>{_PLAIN})
         (?:
-            \s*(?:\\times|\\cdot|[x\u00d7*])\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?[0-9]{{1,3}})\s*\}}?
+            \s*(?:\\times|\\cdot|[x\u00d7*])\s*10\s*\^\s*(?:\{{\s*)?(?P<power>[-+]?[0-9]{{1,3}})\s*\}}?
           | [eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![A-Za-z0-9])
           | \s*/\s*(?P<divisor>{_PLAIN})
         )?
@@ -119,7 +119,7 @@ def boxed(prompt: str, completion: str, *, answer: str | float, **row: object) -
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` whose braces are closed; None if there is none."""
     opened: list[int | None] = []  # of every open brace: where the content of a box begins, or None
-    content: str | None = None
+    last: slice | None = None
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "{":
@@ -127,10 +127,10 @@ def last_boxed(text: str) -> str | None:
         elif token == "}":
             start = opened.pop() if opened else None
             if start is not None:
-                content = text[start : match.start()]
+                last = slice(start, match.start())
         elif len(token) > 2:  # a box: an escaped character has two
             opened.append(match.end())
-    return content
+    return None if last is None else text[last]
 
 
 def last_number(text: str) -> str | None:
