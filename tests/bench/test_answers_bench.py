@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benches and examples are no part of the package
 
 from bench.gpu import answers
+from bench.gpu.problems import write_tiny_problems
 from examples import reasoning_problems
 from stretto.environments.rewards.mathematics import reward
 
@@ -56,10 +58,23 @@ def test_tasks_that_give_no_problems_are_refused(given, message, tmp_path, capsy
     assert not (tmp_path / "x").exists()
 
 
-def test_a_cell_tells_lengths_and_accuracy(tmp_path):
-    assert answers.main(["--tiny", "--model", "tiny", "--out", str(tmp_path)]) == 0
+def test_a_cell_tells_lengths_and_accuracy(tmp_path, monkeypatch):
+    scored = []
+
+    def lengths_times_answers(prompt, completion, *, answer, **row):
+        scored.append((completion, answer))
+        return len(completion) * (1 + float(answer))
+
+    monkeypatch.setitem(sys.modules, "rewards_of_this_test", types.SimpleNamespace(reward=lengths_times_answers))
+    given = ["--tiny", "--model", "tiny", "--reward", "rewards_of_this_test:reward", "--out", str(tmp_path)]
+    assert answers.main(given) == 0
     (path,) = tmp_path.glob("answers-native-*.json")
     found = json.loads(path.read_text(encoding="utf-8"))["results"]
     assert found["num_problems"] == 4
     assert 1 <= found["length_p50"] <= found["length_p99"] <= found["length_max"] <= 12
-    assert 0.0 <= found["accuracy"] <= 1.0
+    problems = rows_of(write_tiny_problems(tmp_path / "problems") / "test.jsonl")[:4]
+    assert [answer for _, answer in scored] == [row["answer"] for row in problems]
+    assert len({completion for completion, _ in scored}) == 4
+    expected = sum(len(text) * (1 + int(row["answer"])) for (text, _), row in zip(scored, problems, strict=True)) / 4
+    assert found["accuracy"] == pytest.approx(expected)
+    assert expected > 1  # so that a score of another kind is not taken for it
