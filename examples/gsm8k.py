@@ -48,7 +48,8 @@ def read_folder(folder: Path, split: str) -> list[dict[str, Any]]:
     """Returns the rows of one published file."""
     path = folder / f"{split}.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:  # which ends no line at U+2028, as `splitlines` does
+            lines = list(file)
     except OSError as error:
         raise PreparationError(f"`--from {folder}`: `{path}` cannot be read ({error.strerror})") from error
     rows = []

@@ -39,16 +39,23 @@ class Run:
 
 
 def read_runs(folder: Path, model: str) -> list[Run]:
-    """Reads the training cells of a model, ours first. TRL's cells name their model's folder `model`."""
+    """Reads the training cells of a model, ours first.
+
+    TRL's cells may name their model's folder `model`. They count if the folder has none of TRL by the model's name.
+    """
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gsm8k-*.json"))]
+    cells = [cell for cell in found if cell["bench"] == "gsm8k" and cell["parameters"].get("model") == model]
+    if not any(cell["side"] == "trl" for cell in cells):
+        cells += [each for each in found if each["bench"] == "gsm8k" and _is_nameless(each)]
     runs = []
-    for path in sorted(folder.glob("gsm8k-*.json")):
-        cell = json.loads(path.read_text(encoding="utf-8"))
-        own = cell["parameters"].get("model")
-        if cell["bench"] != "gsm8k" or own not in (model, "model"):
-            continue
+    for cell in cells:
         points = [_point(each) for each in cell["results"]["evaluations"] if each["score"] is not None]
         runs.append(Run(label_of(cell), points))
     return sorted(runs, key=lambda run: run.label.startswith("TRL"))
+
+
+def _is_nameless(cell: dict[str, Any]) -> bool:
+    return cell["side"] == "trl" and cell["parameters"].get("model") == "model"
 
 
 def label_of(cell: dict[str, Any]) -> str:

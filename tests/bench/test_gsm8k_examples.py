@@ -45,6 +45,15 @@ def test_problems_become_rows_that_a_task_takes(tmp_path: Path) -> None:
     assert counts == {"train": 2, "test": 1}
 
 
+def test_a_problem_may_have_characters_at_which_some_programs_end_a_line(tmp_path: Path) -> None:
+    question = "How many\u2028eggs\u2029are\x85there?"
+    line = json.dumps({**PUBLISHED, "question": question}, ensure_ascii=False) + "\n"
+    source = published(tmp_path / "source", train=2 * line)
+    assert gsm8k.main(["--from", str(source), "--out", str(tmp_path / "out")]) == 0
+    rows = [json.loads(row) for row in (tmp_path / "out" / "train.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [row["messages"][0]["content"].startswith(question) for row in rows] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

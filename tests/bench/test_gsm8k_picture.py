@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,6 +53,27 @@ def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
     tree = ElementTree.fromstring(picture(runs, LIGHT, TITLE))
     lines = [each for each in tree.iter() if each.tag.endswith("polyline")]
     assert len(lines) == 2 * len(runs)
+
+
+def write_cell(folder: Path, side: str, model: str, score: float) -> None:
+    evaluation = {"score": score, "num_scored": 512, "elapsed_s": 0.0, "version": 0}
+    parameters = {"model": model, "paradigm": "synchronous", "staleness": 0}
+    versions = {"trl": "1.0", "vllm": "1.0"}
+    cell = {"bench": "gsm8k", "side": side, "parameters": parameters, "versions": versions}
+    text = json.dumps({**cell, "results": {"evaluations": [evaluation]}})
+    (folder / f"gsm8k-{side}-model={model}.json").write_text(text, encoding="utf-8")
+
+
+def test_cells_of_trl_without_a_name_count_only_if_no_other_is_the_models(tmp_path):
+    write_cell(tmp_path, "native", "small", 0.25)
+    write_cell(tmp_path, "native", "model", 0.3)
+    write_cell(tmp_path, "trl", "model", 0.5)
+    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.5]
+    write_cell(tmp_path, "trl", "large", 0.75)
+    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.5]
+    assert [run.points[0][2] for run in read_runs(tmp_path, "large")] == [0.75]
+    write_cell(tmp_path, "trl", "small", 0.625)
+    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.625]
 
 
 @pytest.mark.parametrize(

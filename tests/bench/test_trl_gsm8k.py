@@ -271,12 +271,13 @@ def test_an_evaluation_is_of_the_newest_weights_and_leaves_the_temperature_as_it
         vllm_generation=generation, processing_class=Tokenizer(), use_vllm=True, _last_loaded_step=3,
         state=types.SimpleNamespace(global_step=4),
     )  # fmt: skip
-    problems = [{"messages": [{}], "answer": "7"}, {"messages": [{}] * 3, "answer": "8"}]
+    lengths_and_answers = [(1, "7"), (3, "7"), (1, "7"), (3, "8")]
+    problems = [{"messages": [{}] * length, "answer": answer} for length, answer in lengths_and_answers]
     chosen = options(tmp_path, "--max-tokens", "3")
     greedy = trl_gsm8k.evaluation(trainer, problems, 0.0, chosen)
-    assert (greedy.accuracy, greedy.mean_tokens, greedy.truncated) == (0.5, 2.0, 0.5)
+    assert (greedy.accuracy, greedy.mean_tokens, greedy.truncated) == (0.75, 2.0, 0.5)
     assert generation.temperature == 1.0
     assert trainer._last_loaded_step == 4  # TRL need not merge its adapters again
     both = trl_gsm8k.test_results(trainer, problems, chosen)
-    assert (both["after_greedy"], both["after_sampled"]) == (0.5, 0.5)
-    assert both["after"]["greedy"]["num_problems"] == 2
+    assert (both["after_greedy"], both["after_sampled"]) == (0.75, 0.25)
+    assert both["after"]["greedy"]["num_problems"] == 4

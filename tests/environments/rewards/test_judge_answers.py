@@ -25,6 +25,8 @@ from stretto.environments.rewards.judge_answers import Choices, Question, Scale,
         ("7 on a scale of 10", 0.7),
         ("7, on a scale from 1 to 10", 0.7),
         ("It opens with <think> and does not close it: 3", 0.3),
+        ("3 of 4 tests pass: 7", 0.7),
+        ("It has 2 faults. On a scale of 10: 7", 0.7),
     ],
 )
 def test_the_last_number_is_the_score(answer, reward):
@@ -32,9 +34,30 @@ def test_the_last_number_is_the_score(answer, reward):
 
 
 @pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("8 out of 10, 3 errors", 0.8),
+        ("8/10 (3 errors, 2 of them large)", 0.8),
+        ("8 points out of 10 with 3 errors", 0.8),
+        ("Score: 8. It has 3 errors.", 0.8),
+        ("**Rating:** 8, because of 3 errors", 0.8),
+        ("8\n\nThere are 3 errors in it.", 0.8),
+        ("Style 8/10, facts 3/10", 0.3),
+        ("The style alone is 8/10.\nScore: 4", 0.4),
+        ("The style alone is 8/10.\n\n**4**", 0.4),
+        ("8/10. It passes 3 of 4 tests.", 0.8),
+        ("It has 2 faults. On a scale of 10, it is a 7", 0.7),
+    ],
+)
+def test_a_number_that_is_written_as_a_score_counts_before_others(answer, reward):
+    assert Scale(0, 10).reward(answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
     ("answer", "problem"),
     [
         ("no idea", "it has no number"),
+        ("Style 8/10. Score: 4 points out of 5", "a score of at most 5, and not 10"),
         ("11", "its score 11 is outside of 0 to 10"),
         ("-1", "its score -1 is outside of 0 to 10"),
         ("4/5", "a score of at most 5, and not 10"),
@@ -102,6 +125,9 @@ def test_an_answer_with_one_of_the_choices_names_it(answer, reward):
         ("Not yes, so my final verdict is 'no'", 0.0),
         ("Is it correct: yes or no? No.", 0.0),
         ("<think>no, no, no</think>yes", 1.0),
+        ("- Yes\n- No\n\nYes", 1.0),
+        ("Yes\n- No", 0.0),
+        ("<facts>yes</facts>\n<verdict>no</verdict>", 0.0),
         ("_yes_", 1.0),
         ("Verdict: _yes_", 1.0),
     ],
@@ -117,7 +143,15 @@ def test_a_verdict_counts_before_other_words(answer, reward):
     "answer",
     [
         "yes or no",
-        "Yes, there is no doubt",
+        "- Yes\n- No",
+        "Choices:\n* **Yes**\n* **No**",
+        "1. Yes\n2. No",
+        "yes\nno",
+        "There is no reason to say yes.",
+        "No one could say yes to it",
+        "no or yes",
+        "I say no although one may say yes",
+        "It is yes, but never yes",
         "I say no, although one may say yes",
         "Correct? Yes. Complete? No.",
         "Choices: yes; no",
@@ -133,6 +167,75 @@ def test_an_answer_without_a_clear_verdict_is_unclear(answer):
     for choices in ({"yes": 1.0, "no": 0.0}, {"Yes": 1.0, "No": 0.0}, {"YES": 1.0, "NO": 0.0}):
         with pytest.raises(UnclearError, match=r"it names .* without a clear verdict"):
             Choices(choices).reward(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("Yes, there is no error.", 1.0),
+        ("Yes \u2014 no issues.", 1.0),
+        ("No errors, so yes.", 1.0),
+        ("No errors so yes.", 1.0),
+        ("Yes, there is no doubt", 1.0),
+        ("There is NO doubt, yes", 1.0),
+        ("No it is wrong.", 0.0),
+        ("No, there is no reason to say yes.", 0.0),
+        ("Never yes, so no", 0.0),
+    ],
+)
+def test_a_no_before_a_noun_and_a_word_that_is_negated_are_left_out(answer, reward):
+    for choices in ({"yes": 1.0, "no": 0.0}, {"Yes": 1.0, "No": 0.0}, {"YES": 1.0, "NO": 0.0}):
+        assert Choices(choices).reward(answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("It is good", 1.0),
+        ("It is good, and not bad", 1.0),
+        ("There is no doubt that it is good", 1.0),
+        ("It has no faults and is good", 1.0),
+        ("It is not a good one but a bad one", 0.0),
+        ("never good", None),
+        ("It is no good answer", None),
+        ("The style is good, but it is not good", None),
+    ],
+)
+def test_a_negated_word_is_no_mention_of_it(answer, reward):
+    choices = Choices({"good": 1.0, "bad": 0.0})
+    if reward is not None:
+        assert choices.reward(answer) == reward
+        return
+    with pytest.raises(UnclearError, match="it names good without a clear verdict"):
+        choices.reward(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("A good answer", None),
+        ("So:\n- A fine one. A short one, too.", None),
+        ("A good answer is B", 0.5),
+        ("A good answer, so B", 0.5),
+        ("A is a good answer", 1.0),
+        ("A gives the reason.", 1.0),
+        ("I prefer A since it is short", 1.0),
+    ],
+)
+def test_an_article_at_the_start_of_a_sentence_is_no_choice(answer, reward):
+    choices = Choices({"A": 1.0, "B": 0.5, "C": 0.0})
+    if reward is not None:
+        assert choices.reward(answer) == reward
+        return
+    with pytest.raises(UnclearError, match="it names A without a clear verdict"):
+        choices.reward(answer)
+
+
+def test_three_choices_of_a_list_are_unclear_and_two_of_them_are_not_the_list():
+    choices = Choices({"A": 1.0, "B": 0.5, "C": 0.0})
+    with pytest.raises(UnclearError, match="it names A, B, C without a clear verdict"):
+        choices.reward("- A\n- B\n- C")
+    assert choices.reward("- A\n- B") == 0.5
 
 
 @pytest.mark.parametrize(
@@ -155,7 +258,6 @@ def test_a_letter_is_a_verdict_at_the_end_of_a_line(answer, reward):
         "A. The first one is short.\nThe second, B, is right.",
         "There are two: A. It is short. B. It is long.",
         "A, B: both are good.",
-        "A good answer, so B",
         "Options: A (short) or B (long)",
         "not A",
     ],
@@ -170,7 +272,7 @@ def test_capitals_decide_if_there_is_no_verdict():
     assert choices.reward("YES, there are no faults") == 1.0
     assert choices.reward("NO - one may say yes to the first half") == 0.0
     assert choices.reward("NO doubt: yes") == 1.0
-    for answer in ("YES and NO", "There is NO doubt, yes", "Facts: yes. Style: NO."):
+    for answer in ("YES and NO", "Facts: yes. Style: NO."):
         with pytest.raises(UnclearError, match="without a clear verdict"):
             choices.reward(answer)
 

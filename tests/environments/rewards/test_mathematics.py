@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,14 @@ SAME = [
     ("- 7", "-7"),
     ("\u22127", "-7"),
     ("x = - 7", "-7"),
+    ("-(7)", "-7"),
+    ("- (7)", "-7"),
+    ("-[7]", "-7"),
+    ("-(-7)", "7"),
+    ("+(7)", "7"),
+    ("x = -(7)", "-7"),
+    (r"-\left(\frac{1}{2}\right)", "-1/2"),
+    (r"\text{a loss of } - 7", "-7"),
     (".5", "0.5"),
     ("1,234", "1234"),
     ("1,234,567.50", "1234567.5"),
@@ -66,6 +75,10 @@ SAME = [
     (r"\left(18\right)", "18"),
     (r"\(18\)", "18"),
     ("x = 18", "18"),
+    ("x_1 = 18", "18"),
+    ("18 T-shirts", "18"),
+    ("18 e-mails", "18"),
+    ("a 12-inch pipe", "12"),
     (r"\frac{10}{2} = 5", "5"),
     (r"\approx 3.14", "3.14"),
     ("18 apples.", "18"),
@@ -94,6 +107,45 @@ DIFFERENT = [
     ("", "18"),
     ("   ", "18"),
     ("eighteen", "18"),
+    ("-(5)", "5"),
+    (r"-\left(\frac{1}{2}\right)", "1/2"),
+    ("5", "-(5)"),
+    ("-(-5)", "-5"),
+    ("n-5", "5"),
+    ("n-5", "-5"),
+    ("n -5", "-5"),
+    ("(a) - 5", "5"),
+    ("5 - n", "5"),
+    ("5 + a", "5"),
+    ("±5", "5"),
+    ("a/5", "5"),
+    ("6", "x=5, y=6"),
+    ("x=1, y=6", "x=5, y=6"),
+    ("x=5, y=6", "6"),
+    ("100", "(0,100)"),
+    ("0,100", "100"),
+    ("1100", "(1,100)"),
+    ("(1,100)", "1100"),
+    ("[1,100]", "(1,100)"),
+    ("[1,100)", "[1,100]"),
+    (r"\{1,100\}", "1100"),
+    ("n<5", "n>5"),
+    ("n<5", "5"),
+    ("5", "n>5"),
+    ("n >= 5", "5"),
+    ("n != 5", "5"),
+    ("5!", "5"),
+    ("5", "5!"),
+    ("3i", "3"),
+    ("3", "3i"),
+    ("log 100", "100"),
+    ("100", "log 100"),
+    ("f(5)", "5"),
+    ("5\u00b2", "5"),
+    ("|-5|", "-5"),
+    ("1011_2", "1011"),
+    ("1011", "1011_2"),
+    ("1011_3", "1011_2"),
 ]
 
 
@@ -116,12 +168,23 @@ def test_another_number_or_an_expression_is_wrong(found: str, answer: str) -> No
         ("(1, 2)", "(1,2)", True),
         ("2x + 1", "2x+1", True),
         (r"\text{Tuesday}", "tuesday", True),
+        ("x = 5, y = 6", "x=5, y=6", True),
+        ("(0, 100)", "(0,100)", True),
+        ("(1, 100)", "(1,100)", True),
+        ("n < 5", "n<5", True),
+        ("5!", "5!", True),
+        ("1011_{2}", "1011_2", True),
         ("2x + 1", "2x + 2", False),
         ("(1, 2)", "(1, 3)", False),
     ],
 )
 def test_what_is_no_number_is_compared_as_text(found: str, answer: str, same: bool) -> None:
     assert matches(found, answer) is same
+
+
+def test_a_sign_before_the_last_number_counts() -> None:
+    assert reward("", "The answer is - 5.", answer="-5") == 1.0
+    assert reward("", "The answer is - 5.", answer="5") == 0.0
 
 
 def test_an_answer_may_be_a_number_in_the_file() -> None:
@@ -165,6 +228,17 @@ def test_the_last_complete_box_is_taken(text: str, content: str | None) -> None:
         ("She has 20 - 5 = 15 eggs.", "15"),
         ("That is 10 - 15 apples", "15"),
         ("It fell by -15 degrees", "-15"),
+        ("The answer is - 5.", "-5."),
+        ("The answer is: **- 5**", "-5"),
+        ("so x = - 5", "-5"),
+        ("The answer is -(5)", "-5"),
+        (r"The answer is $-\left(\frac{1}{2}\right)$", r"-\frac{1}{2}"),
+        ("the sum of 3 and - 5", "-5"),
+        ("- 5", "-5"),
+        ("We get\n- 4 pears\n- 5 apples", "5"),
+        ("**Total** - 5", "5"),
+        ("20 - (5)", "5"),
+        ("20 - -5", "-5"),
         ("The answer is $1,000.", "1,000."),
         ("that makes 3/4 of it", "3/4"),
         (r"it is \frac{3}{4} of it", r"\frac{3}{4}"),
@@ -198,13 +272,56 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_a_long_odd_text_is_scored_in_no_time(piece: str) -> None:
-    text = piece * (100_000 // len(piece))
-    began = time.perf_counter()
-    for completion in (text, f"\\boxed{{{text}}}", f"{text} 18", f"18 {text}"):
+BEGINNINGS = [
+    "", "1", "1 ", "1 1", "1/", "1,", "1x", "1x10", "1x10^", "1x10^{", "1x10^1", "^", "^{", "^\\circ", "a", "a^", "a^{",
+    "a^{1", "-", "- (", "1 -", "-(1", "(", "(1,100", "_", "_{", "\\", "\\text", "\\text{", "\\frac", "\\frac{",
+    "\\frac{1", "\\frac{1}", "\\frac{1}{", "\\frac{1}{1", "1\\frac", "\\boxed", "\\boxed{", "n!", "is -", "f(", "log",
+]  # fmt: skip
+REPEATED = [" ", "\n", "\t", "1", "(", ")", "{", "-", "- ", "^ ", "1 -(", ", "]
+
+
+MOST_RATIO = 8  # of the times of a text and of four times as much: linear is 4, quadratic 16
+
+
+def seconds_of(function: Callable[[str], object], texts: Sequence[str]) -> float:
+    """The least processor time of three tries, which other processes of the machine hardly change."""
+    tries = []
+    for _ in range(3):
+        began = time.process_time()
+        for text in texts:
+            function(text)
+        tries.append(time.process_time() - began)
+    return min(tries)
+
+
+def assert_linear(beginning: str, piece: str, num_characters: int) -> None:
+    """Asserts that the time of a reward grows with the length of the completion, and not with its square."""
+
+    def completions(length: int) -> list[str]:
+        text = beginning + piece * (length // len(piece))
+        return [text, f"\\boxed{{{text}}}", f"{text} 18", f"18 {text}"]
+
+    def score(completion: str) -> None:
         assert reward("", completion, answer="19") == 0.0
-    assert time.perf_counter() - began < 5.0  # 0.5 s here; a quadratic expression takes minutes
+
+    few, many = seconds_of(score, completions(num_characters)), seconds_of(score, completions(4 * num_characters))
+    assert many < MOST_RATIO * few + 0.01, piece
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_the_time_of_an_odd_text_grows_with_its_length(piece: str) -> None:
+    assert_linear("", piece, num_characters=8_000)
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_the_time_of_a_long_run_grows_with_its_length(beginning: str) -> None:
+    for piece in REPEATED:
+        assert_linear(beginning, piece, num_characters=1_000)
+
+
+def test_the_time_of_nested_boxes_grows_with_their_number() -> None:
+    few, many = ("\\boxed{" * count + "}" * count for count in (40_000, 160_000))
+    assert seconds_of(last_boxed, [many]) < MOST_RATIO * seconds_of(last_boxed, [few])
 
 
 @settings(deadline=None)  # machines are busy at times
