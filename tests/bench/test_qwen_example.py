@@ -77,6 +77,29 @@ def test_without_a_hub_the_other_ways_are_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_download_that_breaks_off_is_no_model_and_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(hub: str, local_dir: Path, **_: Any) -> None:
+        asked.append(local_dir)
+        local_dir.mkdir(parents=True, exist_ok=True)
+        (local_dir / "config.json").write_text("{}")
+        if len(asked) == 1:
+            raise ConnectionError("the network is gone")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    out = Path("models") / "qwen2.5-coder-0.5b"
+    assert qwen.main(["0.5B"]) == 2
+    assert not out.exists()  # `make` would take its `config.json` for a model
+    assert qwen.main(["0.5B"]) == 0
+    assert (out / "config.json").exists()
+    assert asked[0] == asked[1]
+    assert [each.name for each in out.parent.iterdir()] == [out.name]
+
+
 def test_a_folder_with_a_model_and_a_missing_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> str:
         with pytest.raises(SystemExit) as error:
