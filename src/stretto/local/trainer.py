@@ -202,7 +202,7 @@ class ThreadedTrainer:
     def _smaller(self, batch: Batch) -> int | None:
         """Returns half of the tokens that a micro-batch may have, or those of the longest sequence, which is never cut.
 
-        None if that would be too few, if no micro-batch would become smaller, or if the trainer makes none.
+        At least `LEAST_MICRO_TOKENS`. None if no micro-batch would become smaller, or if the trainer makes none.
         """
         budget = batch.micro_tokens or self.trainer.micro_tokens
         if budget is None:
