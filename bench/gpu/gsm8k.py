@@ -2,6 +2,7 @@
 
     python examples/gsm8k.py
     python -m bench.gpu.gsm8k --model MODEL --problems data/gsm8k --out RESULTS --resume
+    python -m bench.gpu.gsm8k --model MODEL --engine vllm --out RESULTS
 
 Runs `stretto train` on `recipes/gsm8k.toml`, once per paradigm and seed. Two cells per run:
 
@@ -62,6 +63,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         for bound in ([0] if paradigm == "synchronous" else options.staleness)
     ]
     shared = {"model": Path(options.model).name, "updates": options.updates, "reward": options.reward.split(":")[-1]}
+    shared |= {} if options.engine == "native" else {"engine": options.engine}
     groups = {} if options.in_flight is None else {"in_flight": options.in_flight}
     return [
         Cell(
@@ -85,6 +87,7 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
         f"training.steps={options.updates}",
         f"evaluation.every={options.every if options.every < options.updates else 0}",
         f"evaluation.prompts={options.held_out}",
+        f'engine.type="{options.engine}"',
         "evaluation.greedy=false",  # the whole test has the greedy score, and TRL's evaluations are sampled alone
     ]
     if cell.parameters["paradigm"] != "synchronous":
@@ -288,6 +291,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="Qwen/Qwen2.5-Coder-1.5B-Instruct", help="a folder, or a hub name")
     parser.add_argument("--problems", type=Path, default=Path("data/gsm8k"), help="what `examples/gsm8k.py` made")
     parser.add_argument("--reward", default=REWARD)
+    parser.add_argument("--engine", choices=["native", "vllm"], default="native", help="`engine.type`")
     parser.add_argument("--paradigms", type=words, default=["multi-version"])
     parser.add_argument("--staleness", type=integers, default=[2])
     parser.add_argument("--in-flight", choices=["full"], help="`rollout.in_flight`; default: 1.5 batches")
