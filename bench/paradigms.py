@@ -77,7 +77,7 @@ def parts(recipe: Recipe) -> tuple[NativeEngine, LocalTrainer]:
         kv_tokens=kv_tokens(recipe, model.config, 16),
         max_context=4096,
         lora_rank=lora.rank,
-        prefill_tokens=recipe.rollout.prefill_tokens,
+        prefill_tokens=recipe.rollout.prefill_chunk_tokens,
     )
     trainer = LocalTrainer(
         model,

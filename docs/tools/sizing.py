@@ -16,6 +16,7 @@ from stretto.setup.device import device_limit
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import engine_rows, longest_trajectory
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.setup.prefill_chunk_size import with_prefill_tokens
 
 CARDS = (24, 48, 80, 141)  # GB, as they are sold
 PROMPT, TOKENS = 256, 1024
@@ -66,7 +67,8 @@ def _rows(recipe: Recipe, config: Any, card: int) -> str:
     """Returns how many of the longest answers fit into the KV cache at once; `-` if the run is refused."""
     free = device_limit(card * 1e9 / (1 << 30))
     try:
-        chosen = with_micro_tokens(recipe, config, PROMPT, CUDA, free=free)
+        chosen = with_prefill_tokens(recipe, config, PROMPT, CUDA, free=free)
+        chosen = with_micro_tokens(chosen, config, PROMPT, CUDA, free=free)
         plan = footprint(chosen, config, PROMPT, CUDA, free=free)
     except RecipeError:
         return "-"

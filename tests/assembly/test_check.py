@@ -97,3 +97,22 @@ def test_more_versions_of_adapters_on_experts_than_cuda_has_groups_for_are_refus
     assert "fits 8 x 141 GiB" in planned(7, "q_proj")
     with pytest.raises(ModelError, match=r"adapters on 128 experts in 8 version slots"):
         planned(7, "q_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "recorded"), [({}, 8192), ({"type": "ray"}, "auto"), ({"deterministic": True}, 2048)]
+)
+def test_the_size_of_a_prefill_is_chosen_and_said(tmp_path: Path, runtime: dict[str, Any], recorded: int | str) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
+    recipe = load_recipe({"model": {"path": str(tmp_path), "lora": {"rank": 4}}, "task": TASK, "runtime": runtime})
+    report = check(recipe, planned=PlannedDevices(2, 141.0))
+    assert tomllib.loads(report.effective)["rollout"]["prefill_tokens"] == recorded
+    size = 8192 if recorded == "auto" else recorded
+    assert str(report).count(f"# `rollout.prefill_tokens = {size}` (auto): ") == 1
+
+
+def test_a_size_of_a_prefill_that_is_named_is_kept_and_not_explained() -> None:
+    recipe = load_recipe({"model": MODEL, "task": TASK, "rollout": {"prefill_tokens": 64}})
+    report = check(recipe, planned=PlannedDevices(1, 24.0))
+    assert report.recipe.rollout.prefill_tokens == 64
+    assert "`rollout.prefill_tokens" not in str(report)

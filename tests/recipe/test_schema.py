@@ -155,6 +155,7 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"rollout": {"in_flight": 3}}, "in_flight"),
         ({"rollout": {"group": 1}}, "`rollout.group = 1`"),
         ({"rollout": {"temperature": 0.0}}, "`rollout.temperature = 0.0`"),
+        ({"rollout": {"prefill_tokens": 8}}, '`rollout.prefill_tokens = 8` must be at least 16 or "auto"'),
         ({"training": {"learning_rate": -1.0}}, "`training.learning_rate = -1.0` must be more than 0"),
         ({"training": {"betas": [0.9, 1.0]}}, "`training.betas[1] = 1.0` must be less than 1"),
         ({"training": {"micro_token": 5}}, "`training.micro_token` is not an option; did you mean `training.micro_t"),

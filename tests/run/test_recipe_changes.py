@@ -113,7 +113,7 @@ def test_what_cannot_change_is_told_with_its_reason_and_not_what_follows_from_it
         (["evaluation.every=", "evaluation.prompts=8"], ["`evaluation.every` 20 -> 0", "`evaluation.prompts` 64 -> 8"]),
         (["task.reward_seconds=1.5"], ["`task.reward_seconds` 10 -> 1.5"]),
         (["runtime.stall_seconds=5"], ["`runtime.stall_seconds` 900 -> 5"]),
-        (["model.dtype=auto", "training.micro_tokens=auto"], []),
+        (["model.dtype=auto", "training.micro_tokens=auto", "rollout.prefill_tokens=auto"], []),
     ],
 )
 def test_what_may_change_is_told_with_both_values(overrides: list[str], told: list[str], path: Path) -> None:
@@ -160,7 +160,8 @@ def test_a_data_set_may_be_held_at_its_revision_and_evaluated_on_another(path: P
 
 
 def test_a_comparison_goes_on_with_other_keys_of_the_machine_alone(path: Path) -> None:
-    refuse_another_recipe(load_recipe(path, ["runtime.stall_seconds=5", "training.micro_tokens=5"]), Path(), "stop")
+    of_the_machine = ["runtime.stall_seconds=5", "training.micro_tokens=5", "rollout.prefill_tokens=64"]
+    refuse_another_recipe(load_recipe(path, of_the_machine), Path(), "stop")
     with pytest.raises(RunError, match=r"(?s)this is another recipe:.*`training.steps` is 10, and .* 100\n  stop"):
         refuse_another_recipe(load_recipe(path, ["training.steps=10", "evaluation.every="]), Path(), "stop")
 
@@ -182,10 +183,12 @@ def test_a_run_whose_recipe_is_damaged_is_refused_by_its_name(tmp_path: Path, da
 
 
 def test_a_run_goes_on_with_what_auto_became_and_without_keys_that_are_newer(path: Path) -> None:
-    begun = load_recipe(path, ["training.micro_tokens=4096", 'model.dtype="float32"']).dumps()
+    resolved = ["training.micro_tokens=4096", 'model.dtype="float32"', "rollout.prefill_tokens=8192"]
+    begun = load_recipe(path, resolved).dumps()
     assert "greedy = false\n" in begun
     Path("config.toml").write_text(begun.replace("greedy = false\n", ""))
     assert changes(path) == []
     assert changes(path, "training.micro_tokens=2048") == ["`training.micro_tokens` 4096 -> 2048"]
+    assert changes(path, "rollout.prefill_tokens=4096") == ["`rollout.prefill_tokens` 8192 -> 4096"]
     with pytest.raises(RunError, match=r"model\.dtype"):
         changes(path, 'model.dtype="bfloat16"')

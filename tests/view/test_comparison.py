@@ -22,6 +22,16 @@ def test_keys_that_differ_are_listed_and_seeds_belong_together(tmp_path: Path) -
     ], "what makes another experiment comes first"
 
 
+def test_what_auto_became_on_another_device_makes_no_other_experiment(tmp_path: Path) -> None:
+    for name, micro_tokens, prefill_tokens in (("a", 8_192, 8_192), ("b", 2_048, 4_096)):
+        config = CONFIG.replace("[rollout]", f"[rollout]\nprefill_tokens = {prefill_tokens}")
+        config = config.replace("[training]", f"[training]\nmicro_tokens = {micro_tokens}")
+        record_run(tmp_path / name, updates=1, config=config)
+    found = comparison(open_runs([tmp_path / name for name in "ab"]))
+    assert found["seeds"] == [[0, 1]]
+    assert {each["key"] for each in found["differences"]} == {"training.micro_tokens", "rollout.prefill_tokens"}
+
+
 def test_a_run_without_a_recipe_is_named(tmp_path: Path) -> None:
     for name in "ab":
         record_run(tmp_path / name, updates=1)

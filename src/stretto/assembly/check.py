@@ -32,6 +32,7 @@ from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, loa
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
+from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
@@ -79,6 +80,8 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     assumed = longest or recipe.rollout.max_tokens
+    if recipe.runtime.type == "local":  # on a cluster each instance chooses for its own device
+        recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
     recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
     memory = _memory(recipe, asked, longest, config, planned)
     notes = (
@@ -86,6 +89,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
         *of_engine,
         *describe_routing(recipe, config, assumed),
         *of_inputs,
+        *describe_prefill_tokens(asked, recipe),
         *describe_micro_tokens(asked, recipe, assumed),
         *trackers,
     )

@@ -88,6 +88,7 @@ from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables, read_tasks
 from stretto.setup.loaded_models import model_digests
 from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.setup.prefill_chunk_size import with_prefill_tokens
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
@@ -171,7 +172,10 @@ def train(
             driver = load_driver_inputs(recipe, model_path, given, limits, read)
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
-        recipe = with_micro_tokens(recipe, load_config(model_path), driver.inputs.longest_prompt, device)
+        config, longest = load_config(model_path), driver.inputs.longest_prompt
+        if recipe.runtime.type == "local":  # on a cluster each instance chooses for its own device
+            recipe = with_prefill_tokens(recipe, config, longest, device)
+        recipe = with_micro_tokens(recipe, config, longest, device)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)
         make = _backend_maker(recipe, model_path, driver, folder, observer, phases)

@@ -33,6 +33,7 @@ PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # a validation context: checks types only
 MAX_SEED = 2**63 - 1  # the limit of torch generators and of TOML
 MAX_THREADS = 4_096  # of one process; torch itself takes more only to fail
+PREFILL_TOKENS = 2_048  # of `prefill_tokens = "auto"` on a CPU; the fewest on a GPU
 
 
 class WarmStartSection(Options):
@@ -193,7 +194,16 @@ class RolloutSection(Options):
     kv_tokens: int | None = Field(
         None, ge=16, description="KV cache of all instances together, in tokens; default: enough for `rows`"
     )
-    prefill_tokens: int = Field(2_048, ge=16, description="Most prompt tokens prefilled in one engine step")
+    prefill_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = Field(
+        "auto",
+        description="Most prompt tokens prefilled in one engine step. `auto`: 8,192 on a GPU, less if memory is short "
+        "(`stretto check` prints the number); 2,048 on a CPU and with `runtime.deterministic`",
+    )
+
+    @property
+    def prefill_chunk_tokens(self) -> int:
+        """The most tokens of a prefill. `auto` is replaced by a number before an engine is made."""
+        return PREFILL_TOKENS if self.prefill_tokens == "auto" else self.prefill_tokens
 
 
 class ReplaySection(Options):

@@ -157,6 +157,7 @@ OF_THE_MACHINE = (
     "runtime",
     "serve",
     "rollout.spread",
+    "rollout.prefill_tokens",
     "task.pass_env",
     "task.workers",
     "task.worker_gib",
@@ -164,7 +165,7 @@ OF_THE_MACHINE = (
     "training.micro_tokens",
 )
 # Keys whose `auto` a run replaces by its meaning on the machine where it begins, and keeps unless the recipe says else.
-RESOLVED_KEYS = ("model.dtype", "training.micro_tokens")
+RESOLVED_KEYS = ("model.dtype", "training.micro_tokens", "rollout.prefill_tokens")
 CHANGING_FACTS = ("staleness", "auto", "updates")  # of a run, from phase to phase
 
 

@@ -63,8 +63,9 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
         )
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     recipe = with_section(with_section(recipe, "model", dtype=dtype), "runtime", device=device.type)
-    if device.type == "cpu":  # on CUDA it depends on the prompts: `setup/micro_batch_size.py`
+    if device.type == "cpu":  # on CUDA memory decides: `setup/micro_batch_size.py`, `setup/prefill_chunk_size.py`
         recipe = with_section(recipe, "training", micro_tokens=recipe.training.micro_batch_tokens)
+        recipe = with_section(recipe, "rollout", prefill_tokens=recipe.rollout.prefill_chunk_tokens)
     return recipe
 
 

@@ -31,8 +31,8 @@ def fit_in_one_process(
 ) -> Footprint:
     """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit.
 
-    `asked` is the recipe with `training.micro_tokens` as the user wrote it, because `auto` is another number on a
-    cluster; None: `recipe` has it so.
+    `asked` is the recipe with each `auto` as the user wrote it, because it is another number on a cluster; None:
+    `recipe` has it so.
     """
     try:
         return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned), here=False)

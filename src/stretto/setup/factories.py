@@ -26,6 +26,7 @@ from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
+from stretto.setup.prefill_chunk_size import with_prefill_tokens
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
 from stretto.setup.threads import ThreadCounts, thread_counts
 from stretto.setup.vllm_engines import check_vllm_model, make_vllm_instance
@@ -114,7 +115,7 @@ def make_native_engine(recipe: Recipe, model: nn.Module, kv_tokens: int, decode:
         max_context=context_length(model.config),
         lora_rank=None if lora is None else lora.rank,
         lora_targets=None if lora is None else lora.targets or None,
-        prefill_tokens=recipe.rollout.prefill_tokens,
+        prefill_tokens=recipe.rollout.prefill_chunk_tokens,
         decode=decode,
         deterministic=recipe.runtime.deterministic,
         records_routing=recipe.training.records_routing,
@@ -128,6 +129,7 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
+    recipe = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
     need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)

@@ -46,7 +46,7 @@ from stretto.models.expert_products import aligned_rank
 from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
-from stretto.recipe.schema import Recipe
+from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes
 from stretto.setup.memory_sizes import (
     GIB,
@@ -166,20 +166,41 @@ def footprint(
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
     if not trains:
-        need = replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
-    text = config.get_text_config()
-    records = recipe.training.records_routing
+        need = _instance_alone(need)
     if free is not None and on_cuda:
-        dtype = choose_dtype(recipe.model.dtype, device)
-        per_token = kv_bytes_per_token(text, dtype, records_routing=records) * kv_copies(recipe, text)
+        per_token = _kv_bytes_on_cuda(recipe, config, device)
         advice = remedies(recipe, longest_prompt, trains=trains, here=here)
-        room = max(0, min(free - need.without_kv, _room_of_instances(recipe, need, total or free)))
+        room = max(0, _room_for_kv(recipe, need, free, total or free))
         one = longest_trajectory(recipe, longest_prompt)
         tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
     else:
-        per_token = kv_bytes_per_token(text, records_routing=records)
+        text = config.get_text_config()
+        per_token = kv_bytes_per_token(text, records_routing=recipe.training.records_routing)
         tokens = kv_tokens(recipe, text, longest_prompt)
     return replace(need, kv=instances * tokens * per_token, kv_tokens=tokens)
+
+
+def spare_bytes(
+    recipe: Recipe,
+    config: Any,
+    counted: Counted,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    free: int | None = None,
+    trains: bool = True,
+) -> int:
+    """Returns the bytes on CUDA that are left beside the plan and the smallest KV cache; below 0 if these do not fit.
+
+    `free` and `trains` are those of `footprint`.
+    """
+    total = free
+    if free is None:
+        free, total = free_bytes(recipe, device), total_bytes(recipe, device)
+    need = without_kv(recipe, config, counted, longest_prompt, device, free)
+    room = _room_for_kv(recipe, need if trains else _instance_alone(need), free, total or free)
+    tokens = instances_per_device(recipe) * _least_kv_tokens(recipe, longest_trajectory(recipe, longest_prompt))
+    return room - tokens * _kv_bytes_on_cuda(recipe, config, device)
 
 
 def rank_footprint(
@@ -286,6 +307,11 @@ def without_kv(
     )
 
 
+def _instance_alone(need: Footprint) -> Footprint:
+    """Returns the plan without the parts of the trainer and the weight store."""
+    return replace(need, store=0, trained=0, reference=0, teachers=0, undo=0, optimizer=0, gradients=0, working=0)
+
+
 def _extra_slots(recipe: Recipe) -> int:
     """Returns the version slots that an engine has beyond those of the recipe: vLLM loads into a free one, and full
     weights in place."""
@@ -319,6 +345,27 @@ def kv_tokens(recipe: Recipe, config: Any, longest_prompt: int) -> int:
     return max(one, min(engine_rows(recipe) * one, cap))
 
 
+def _kv_bytes_on_cuda(recipe: Recipe, config: Any, device: torch.device) -> int:
+    """Returns the bytes of a token's keys and values on all devices of an instance."""
+    text, dtype = config.get_text_config(), choose_dtype(recipe.model.dtype, device)
+    return kv_bytes_per_token(text, dtype, records_routing=recipe.training.records_routing) * kv_copies(recipe, text)
+
+
+def _least_kv_tokens(recipe: Recipe, one: int) -> int:
+    """Returns the fewest KV tokens that an instance on CUDA can have: those that the recipe names, or a few rows'.
+
+    `one` is the length of the longest trajectory.
+    """
+    if recipe.rollout.kv_tokens is not None:
+        return recipe.rollout.kv_tokens // recipe.runtime.instances
+    return min(MIN_TRAJECTORIES, engine_rows(recipe)) * one
+
+
+def _room_for_kv(recipe: Recipe, need: Footprint, free: int, total: int) -> int:
+    """Returns the bytes that the plan leaves for the KV of all instances on the device; below 0 if it does not fit."""
+    return min(free - need.without_kv, _room_of_instances(recipe, need, total))
+
+
 def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
     """Returns the bytes that the KV of all instances in one process may have: `engine.gpu_memory` limits each of them.
 
@@ -339,12 +386,11 @@ def _kv_tokens_on_cuda(
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
     left = room // (per_token * instances)
-    asked = None if recipe.rollout.kv_tokens is None else recipe.rollout.kv_tokens // recipe.runtime.instances
-    least = min(MIN_TRAJECTORIES, rows) * one if asked is None else asked
+    named, least = recipe.rollout.kv_tokens is not None, _least_kv_tokens(recipe, one)
     if left < least:
         what = (
             f"{min(MIN_TRAJECTORIES, rows)} trajectories of up to {one:,} tokens need"
-            if asked is None
+            if not named
             else f"`rollout.kv_tokens = {recipe.rollout.kv_tokens}` needs"
         )
         if instances > 1:
@@ -356,7 +402,7 @@ def _kv_tokens_on_cuda(
             f"{DOES_NOT_FIT}{gib(free)} of the device are free; {need}; that leaves "
             f"{gib(room)} for KV, and {what} {gib(least * per_token)}. {advice}"
         )
-    return asked or min(rows * one, left)
+    return least if named and least else min(rows * one, left)
 
 
 def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: bool = True) -> str:
@@ -372,6 +418,8 @@ def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: 
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
         f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
     ]
+    if rollout.prefill_chunk_tokens > PREFILL_TOKENS:
+        lower.append(f"`rollout.prefill_tokens` (now {rollout.prefill_chunk_tokens})")
     if instances_per_device(recipe) > 1:
         lower.insert(0, f"`runtime.instances` (now {recipe.runtime.instances})")
     if rollout.kv_tokens is not None:

@@ -27,6 +27,7 @@ from stretto.setup.memory import (
     weights_alone,
 )
 from stretto.setup.memory_sizes import gib, longest_trajectory
+from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
 
 
 def describe_memory(
@@ -40,9 +41,9 @@ def describe_memory(
     """Returns the plan of the run and its memory. `longest_prompt` None: prompts are as long as completions.
 
     `config` is that of the model; None: it is loaded. `planned` are devices that are not here; None: those of this
-    machine. `asked` is the recipe with `training.micro_tokens` as the user wrote it, to plan a cluster instead; None:
-    `recipe` has it so. Raises `RecipeError` if the run does not fit on GPUs. On the CPU that is a warning in the text:
-    the system may give a run more memory than is free, and the estimate is rough.
+    machine. `asked` is the recipe with each `auto` as the user wrote it, to plan a cluster instead; None: `recipe` has
+    it so. Raises `RecipeError` if the run does not fit on GPUs. On the CPU that is a warning in the text: the system
+    may give a run more memory than is free, and the estimate is rough.
     """
     plan, device = recipe.plan, choose_device(recipe.runtime.device) if planned is None else CUDA
     if config is None:
@@ -123,8 +124,9 @@ def _on_cluster(
     recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, planned: PlannedDevices | None
 ) -> list[str]:
     """Describes an instance and the trainer apart: each has its own device, or a share of one."""
+    asked, free = recipe, free_for_instance(recipe, device, planned)
+    recipe = with_prefill_tokens(asked, config, longest_prompt, device, free=free, trains=False)
     if planned is None:
-        free = free_for_instance(recipe, device)
         need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
         rank = rank_footprint(recipe, config, longest_prompt, device)
     else:
@@ -135,6 +137,7 @@ def _on_cluster(
     lines = [
         f"# memory of an instance: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"
         + (f" on {over} devices" if over > 1 else ""),
+        *(f"# {line}" for line in describe_prefill_tokens(asked, recipe)),
         f"# memory of {f'each of {ranks} ranks of ' if ranks > 1 else ''}the trainer: {rank}; "
         f"together {gib(rank.total)}" + (f", its layers cut over {ranks} ranks" if sharded else ""),
     ]

@@ -178,10 +178,10 @@ def engine_bytes(recipe: Recipe, config: Any, model: Any, dtype: torch.dtype) ->
     logits = (pools + 2) * rows * config.vocab_size * torch.float32.itemsize  # gathered, and sampled from
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     widest = max(linear.out_features for linear in linears)
-    prefill = (rollout.prefill_tokens + rows) * 4 * min(widest, 1 << 15) * dtype.itemsize
+    prefill = (rollout.prefill_chunk_tokens + rows) * 4 * min(widest, 1 << 15) * dtype.itemsize
     # Captured prefills keep what a layer makes of each token, and the logits of finished prompts.
     inner = max(linear.out_features for linear in linears if linear is not model.get_output_embeddings())
-    largest = next((size for size in PREFILL_SIZES if size >= rollout.prefill_tokens), PREFILL_SIZES[-1])
+    largest = next((size for size in PREFILL_SIZES if size >= rollout.prefill_chunk_tokens), PREFILL_SIZES[-1])
     captured = largest * 6 * inner * dtype.itemsize
     captured += PREFILL_CHUNKS * config.vocab_size * torch.float32.itemsize
     prefill += pools * captured

@@ -21,6 +21,7 @@ from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import expert_targets
 from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
+from stretto.setup.prefill_chunk_size import with_prefill_tokens
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The last parts of the names of the layers that vLLM adapts in every plain decoder."""
@@ -116,7 +117,7 @@ def child_options(
         max_context=min(context_length(config), need.kv_tokens),
         kv_bytes=kv_bytes,
         kv_block=block,
-        prefill_tokens=recipe.rollout.prefill_tokens,
+        prefill_tokens=recipe.rollout.prefill_chunk_tokens,
         lora_bytes=0 if lora is None else need.versions,
         lora_targets=lora_targets(recipe, config),
         tensor_parallel=recipe.engine.tensor_parallel,
@@ -163,8 +164,9 @@ def make_vllm_engine(
 
 def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, decode: Decode) -> VllmEngine:
     """Makes the engine of a rollout instance that has a process, and devices, for itself."""
-    device = choose_device(recipe.runtime.device)
+    config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
-    need = footprint(recipe, load_config(model_path), longest_prompt, device, free=free, trains=False)
+    recipe = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
+    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     return make_vllm_engine(recipe, model_path, need, device, decode, start_s=CLUSTER_START_S)

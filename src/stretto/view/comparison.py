@@ -9,7 +9,8 @@ from typing import Any
 from stretto.store.recipe_history import recipe_values
 from stretto.view.runs import RunSource
 
-FREE = ("seed", "runtime.", "observe.", "training.micro_tokens")  # keys that make no other experiment
+# Keys that make no other experiment.
+FREE = ("seed", "runtime.", "observe.", "training.micro_tokens", "rollout.prefill_tokens")
 
 
 def comparison(runs: Sequence[RunSource]) -> dict[str, Any]:
