@@ -73,6 +73,22 @@ def test_outputs_become_pieces_and_an_abort_has_no_finish(fake_package: None) ->
     ]
 
 
+def test_an_abort_without_a_new_token_may_carry_all_log_probabilities(fake_package: None) -> None:
+    """vLLM 0.26 takes `logprobs[-0:]`, which is everything."""
+    aborted, late = output("abort"), output("abort", 7)
+    aborted.outputs[0].logprobs = output(None, 5, 6).outputs[0].logprobs
+    late.outputs[0].logprobs = output(None, 7, 5, 6, 7).outputs[0].logprobs  # two outputs that vLLM has joined
+    assert pieces_of(output(None, 5, 6), aborted) == [frames.Piece(1, (5, 6), (-1.0, -1.0))]
+    assert pieces_of(output(None, 5, 6), late)[1:] == [frames.Piece(1, (7,), (-1.0,))]
+
+
+def test_a_token_without_its_log_probability_fails_the_request(fake_package: None) -> None:
+    short = output(None, 5, 6)
+    del short.outputs[0].logprobs[0]
+    with pytest.raises(RuntimeError, match="vLLM has told the log-probabilities of 1 of 2 tokens"):
+        pieces_of(short)
+
+
 @pytest.mark.parametrize("reason", ["error", "repetition"])
 def test_a_request_that_vllm_gives_up_fails(reason: str, fake_package: None) -> None:
     with pytest.raises(RuntimeError, match=f"vLLM has ended it with `{reason}`"):

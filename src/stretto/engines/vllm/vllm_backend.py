@@ -1,6 +1,6 @@
 """vLLM in the child process: `AsyncLLM`, without a server. Imported in the child alone.
 
-Six properties of vLLM shape it:
+Seven properties of vLLM shape it:
 
 - A request without an adapter in a batch with adapters may be computed with one of those, on the CPU. So every request
   of a LoRA policy names an adapter; version 0 is one whose `B` is zero.
@@ -13,6 +13,8 @@ Six properties of vLLM shape it:
 - Log-probabilities of a prompt beside running requests end the engine if its output layer takes adapters. So only the
   layers that have adapters do.
 - After a reload on the CPU, a tied output layer has its old weights (`worker_extension.py`).
+- Before 0.32, an output without a new token, as an abort may be, carries the log-probabilities of the whole request. So
+  only the last ones count, as many as there are new tokens.
 """
 
 from __future__ import annotations
@@ -164,7 +166,7 @@ class VllmBackend:
             async for output in self._llm.generate(prompt, how, name, lora_request=adapter, priority=work.priority):
                 made = output.outputs[0]
                 tokens = tuple(made.token_ids)
-                logprobs = tuple(float(d[t].logprob) for d, t in zip(made.logprobs or (), tokens, strict=True))
+                logprobs = _logprobs(made, tokens)
                 reason = made.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
                     raise RuntimeError(f"vLLM has ended it with `{reason}`")
@@ -188,6 +190,15 @@ class VllmBackend:
 
     async def abort(self, keys: Sequence[int]) -> None:
         await self._llm.abort([self._requests[key] for key in keys if key in self._requests])
+
+
+def _logprobs(made: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Returns the log-probabilities of the new tokens. Raises `RuntimeError` if vLLM has not told those of all."""
+    found = made.logprobs or ()
+    if len(found) < len(tokens):
+        raise RuntimeError(f"vLLM has told the log-probabilities of {len(found)} of {len(tokens)} tokens")
+    last = found[len(found) - len(tokens) :]
+    return tuple(float(by_token[token].logprob) for by_token, token in zip(last, tokens, strict=True))
 
 
 def _supports(work: frames.Generate, made: Any) -> tuple[tuple[int, ...], ...] | None:
