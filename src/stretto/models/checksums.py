@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto.models.triton_jit import kernel, tl
 
 ODD = 0x9E3779B97F4A7C1
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # values folded at once
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # values folded at once; on a CPU as many as its caches hold
 BLOCK = 8_192  # values a program folds
 _VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -118,7 +118,7 @@ def child_options(
         kv_bytes=kv_bytes,
         kv_block=block,
         prefill_tokens=recipe.rollout.prefill_chunk_tokens,
-        lora_bytes=0 if lora is None else need.versions,
+        file_bytes=need.one_base if lora is None else need.versions,
         lora_targets=lora_targets(recipe, config),
         tensor_parallel=recipe.engine.tensor_parallel,
         device_share=_device_share(recipe, need, kv_bytes, device),

@@ -309,13 +309,15 @@ def test_weights_that_cannot_be_written_are_told_with_the_folder(fake_children: 
     core.close()
 
 
-def test_adapters_are_in_memory_if_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_are_in_memory_if_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_module, "MEMORY_FOLDER", tmp_path)
     free = shutil.disk_usage(tmp_path).free
-    small, large = options_of("model", lora_bytes=1 << 20), options_of("model", lora_bytes=free)
+    small, large = options_of("model", file_bytes=1 << 20), options_of("model", file_bytes=free)
     assert process_module._scratch(small) == tmp_path
+    assert process_module._scratch(replace(small, kind="full")) == tmp_path
     assert process_module._scratch(large) is None
-    assert process_module._scratch(replace(small, kind="full")) is None
+    monkeypatch.setattr(process_module, "MEMORY_SHARE", 0.0)
+    assert process_module._scratch(small) is None, "it would take too much of the machine's memory"
 
 
 @pytest.mark.slow

@@ -183,8 +183,9 @@ class ChildServer:
         return None
 
     async def _load(self, frame: frames.Load) -> frames.Loaded:
-        folder = Path(frame.folder)
+        folder, began = Path(frame.folder), time.perf_counter()
         found = await asyncio.to_thread(checksum_of_folder, folder, frame.kind)
+        read = time.perf_counter()
         if found != frame.checksum:
             raise ChecksumError(f"the file of the weights has checksum `{found}`, expected `{frame.checksum}`")
         try:
@@ -195,10 +196,11 @@ class ChildServer:
                 await self._backend.load_adapter(frame.number, folder)
         except Exception as error:
             raise ChecksumError(f"vLLM cannot load the weights: {describe(error)}") from error
-        self._kinds[frame.number] = frame.kind
+        self._kinds[frame.number], loaded = frame.kind, time.perf_counter()
         try:
             answer = tuple(await self._backend.score(frame.probe, frame.number))
-            return frames.Loaded(found, answer, await self._backend.held())
+            took = {"read_s": read - began, "load_s": loaded - read, "probe_s": time.perf_counter() - loaded}
+            return frames.Loaded(found, answer, await self._backend.held(), **took)
         except BaseException:
             await self._unload(frame.number)
             raise

@@ -12,6 +12,7 @@ makes no text.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ from stretto.types import (
     Suspended,
     Weights,
 )
+
+log = logging.getLogger(__name__)
 
 WAIT_S = 0.005  # for tokens, in a step: calls wait as long
 CAPABILITIES = Capabilities(
@@ -130,9 +133,10 @@ class VllmEngine:
         if probe is None:
             raise RequestError(f"version {weights.version} came without a probe, which a receipt needs")
         number = self._process.new_number()
-        folder = self._process.folder / f"load-{number}"
+        folder, began = self._process.folder / f"load-{number}", time.perf_counter()
         try:
             write_folder(folder, weights, self._options.model)
+            written = time.perf_counter()
             answer = self._call(
                 lambda call: frames.Load(
                     call, number, weights.kind, str(folder), weights.checksum, weights.scale, probe.tokens
@@ -164,6 +168,10 @@ class VllmEngine:
         if receipt.held is not None:
             self._held[weights.version, weights.checksum] = receipt.held
         self._versions[weights.version] = _Version(number, weights.checksum, receipt, probe, answer.logprobs)
+        log.info(
+            "version %d is loaded in %.2f s: file written %.2f, read back %.2f, loaded by vLLM %.2f, probe scored %.2f",
+            weights.version, time.perf_counter() - began, written - began, answer.read_s, answer.load_s, answer.probe_s,
+        )  # fmt: skip
         return receipt
 
     def swap(self, old: int, weights: Weights) -> None:

@@ -29,7 +29,7 @@ class ChildOptions:
     kv_bytes: int  # of the KV cache, over all devices of the instance
     kv_block: int  # tokens of one page of KV
     prefill_tokens: int  # of one step, at most
-    lora_bytes: int = 0  # of the adapters of all instances on its devices: their files are in memory if they fit
+    file_bytes: int = 0  # of all weights on their way at once: adapters of all instances, or one set of full weights
     lora_targets: tuple[str, ...] = ()  # the last parts of the names of the adapted layers
     tensor_parallel: int = 1
     device_share: float | None = None  # of the memory of a GPU that the child may take; None: what vLLM takes
@@ -120,6 +120,9 @@ class Loaded:
     checksum: str  # of the file, as the child read it
     logprobs: tuple[float, ...]  # of each token of the probe after the first
     held: str | None = None  # the digest of the weights that vLLM holds, by its own checksums; None: it has none
+    read_s: float = 0.0  # to read the file and compute its checksum
+    load_s: float = 0.0  # for vLLM to load it
+    probe_s: float = 0.0  # to score the probe
 
 
 @dataclass(frozen=True, slots=True)
