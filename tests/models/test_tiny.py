@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stretto.models.tiny import WarmStart, cache_folder, random_model, recipe_hash, tiny_model, tiny_tokenizer, warm_up
+from stretto.models.tiny import WarmStart, random_model, recipe_hash, tiny_model, tiny_tokenizer, warm_up
+from stretto.models.user_cache import user_cache
 
 SHORT = WarmStart(steps=2, problems=4)
 
@@ -66,7 +67,7 @@ def test_the_cache_is_keyed_by_all_that_the_weights_depend_on(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     none = WarmStart(steps=0)
     path = tiny_model(seed=1, warm_start=none)
-    assert path.parent == cache_folder() == tmp_path / "stretto"
+    assert path.parent == user_cache() == tmp_path / "stretto"
     assert tiny_model(seed=1, warm_start=none) == path
     assert tiny_model(seed=2, warm_start=none) != path
     keys = {recipe_hash(1, none), recipe_hash(2, none), recipe_hash(1, SHORT), recipe_hash(1, WarmStart())}

@@ -216,12 +216,12 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    from stretto.models.tiny import cache_folder
+    from stretto.models.user_cache import user_cache
 
     for name, folder in (
         ("working directory", Path.cwd()),
         ("temporary folder", Path(tempfile.gettempdir())),
-        ("cache", cache_folder()),
+        ("cache", user_cache()),
     ):
         there = next(each for each in (folder, *folder.parents) if each.exists())
         free = shutil.disk_usage(there).free

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from transformers import (
 )
 
 from stretto.environments.countdown import chain, draw
+from stretto.models.user_cache import user_cache
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -131,7 +131,7 @@ def tiny_model(
     whole or not at all, so two processes may ask for it at once.
     """
     warm_start = warm_start if warm_start is not None else WarmStart()
-    target = folder if folder is not None else cache_folder() / f"tiny-{recipe_hash(seed, warm_start, mixture=mixture)}"
+    target = folder if folder is not None else user_cache() / f"tiny-{recipe_hash(seed, warm_start, mixture=mixture)}"
     if (target / "config.json").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,12 +156,6 @@ def _place(scratch: Path, target: Path) -> None:
         # Another process was first, and what it made is the same; anything else in the way is the caller's to know.
         if not (target / "config.json").exists():
             raise
-
-
-def cache_folder() -> Path:
-    """Returns the folder of generated models: `$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stretto"
 
 
 def recipe_hash(seed: int, warm_start: WarmStart, *, mixture: bool = False) -> str:

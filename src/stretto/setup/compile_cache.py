@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from stretto.errors import first_line
-from stretto.models.tiny import cache_folder as user_folder
+from stretto.models.user_cache import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def cache_folder(device_name: str) -> Path:
     """
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     parts = (device_name, *(f"{name}-{version}" for name, version in versions.items()))
-    return user_folder() / "compiled" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", "-".join(parts))
+    return user_cache() / "compiled" / re.sub(r"[^A-Za-z0-9.+_-]+", "-", "-".join(parts))
 
 
 def _use(folder: Path) -> None:

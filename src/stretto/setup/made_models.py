@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.errors import ModelError
-from stretto.models.tiny import cache_folder
+from stretto.models.user_cache import user_cache
 
 
 def made_once(name: str, has: str, make: Callable[[Path], None], *, what: str) -> Path:
@@ -16,7 +16,7 @@ def made_once(name: str, has: str, make: Callable[[Path], None], *, what: str) -
 
     Two processes may ask for it at once. Raises `ModelError`, which says `what` cannot be written.
     """
-    target = cache_folder() / name
+    target = user_cache() / name
     if (target / has).exists():
         return target
     scratch = None

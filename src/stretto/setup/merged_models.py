@@ -15,7 +15,7 @@ import torch
 from stretto.models.adapters import adapter_digest, merge_adapter, read_adapter, refuse_another_base
 from stretto.models.checksums import checksum
 from stretto.models.loading import load_config, load_model, load_tokenizer
-from stretto.models.tiny import cache_folder
+from stretto.models.user_cache import user_cache
 from stretto.setup.made_models import made_once
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def merged_model(base: str, adapter: str, say: Callable[[str], None], *, name: s
     digest = hashlib.blake2b(f"{adapter_digest(adapter)} {model_identity(base)}".encode(), digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
-        say(f"the adapter in {adapter} is merged into {name or base}, once, in {cache_folder() / f'merged-{digest}'}")
+        say(f"the adapter in {adapter} is merged into {name or base}, once, in {user_cache() / f'merged-{digest}'}")
         write_merged(base, adapter, folder, name=name)
 
     return made_once(f"merged-{digest}", "config.json", make, what="the merged model")
