@@ -58,7 +58,7 @@ def vllm_engine(folder: Path, model: Any, rows: int, context: int) -> VllmEngine
     options = ChildOptions(
         model=str(folder), kind="lora", dtype="float32", device="cpu", slots=SLOTS, lora_rank=RANK, rows=rows,
         max_context=context, kv_bytes=per_token * (rows * context + BLOCK), kv_block=BLOCK, prefill_tokens=2048,
-        lora_targets=TARGETS, threads=1,
+        file_bytes=1 << 20, lora_targets=TARGETS, threads=1,
     )  # fmt: skip
     return VllmEngine(ChildProcess(options), options, kv_tokens=rows * context)
 

@@ -80,6 +80,7 @@ class VllmEngineSide:
             kv_bytes=self._kv_tokens * self.traffic.kv_bytes_per_token,
             kv_block=BLOCK,
             prefill_tokens=PREFILL_TOKENS,
+            file_bytes=sum(tensor.nbytes for each in versions for tensor in each.tensors.values()),
             lora_targets=tuple(sorted(targets)) if lora else (),
             device_share=SHARE,
             stream_tokens=STREAM_TOKENS["cuda"],

@@ -46,6 +46,7 @@ def options_of(model: str, **changes: Any) -> frames.ChildOptions:
         kv_bytes=per_token * (KV_TOKENS + BLOCK),
         kv_block=BLOCK,
         prefill_tokens=2048,
+        file_bytes=1 << 20,
         lora_targets=TARGETS,
         threads=1,
     )

@@ -182,6 +182,14 @@ def test_a_run_whose_recipe_is_damaged_is_refused_by_its_name(tmp_path: Path, da
         accepted_changes(parse_recipe({"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}}), tmp_path)
 
 
+def test_a_number_instead_of_a_recorded_auto_is_a_change_if_it_may_change(path: Path) -> None:
+    """The run of a cluster records `auto`, because each instance chooses for its own device."""
+    Path("config.toml").write_text(load_recipe(path, ["rollout.prefill_tokens=auto", "model.dtype=auto"]).dumps())
+    assert changes(path) == []
+    found = changes(path, "rollout.prefill_tokens=4096", 'model.dtype="float32"')
+    assert found == ["`rollout.prefill_tokens` auto -> 4096"]
+
+
 def test_a_run_goes_on_with_what_auto_became_and_without_keys_that_are_newer(path: Path) -> None:
     resolved = ["training.micro_tokens=4096", 'model.dtype="float32"', "rollout.prefill_tokens=8192"]
     begun = load_recipe(path, resolved).dumps()

@@ -59,7 +59,9 @@ def test_a_large_device_prefills_8192_tokens_at_once() -> None:
     asked = recipe()
     made = chosen(asked, 139)
     assert made.rollout.prefill_tokens == 8_192
-    assert describe_prefill_tokens(asked, made) == ["`rollout.prefill_tokens = 8192` (auto): the largest"]
+    assert describe_prefill_tokens(asked, made) == [
+        "`rollout.prefill_tokens = 8192` (auto): the largest of 8192, 4096, 2048"
+    ]
     assert planned(made, 139) == planned(recipe(prefill_tokens=2_048), 139), "no row has less cache for that"
 
 
@@ -69,7 +71,9 @@ def test_a_small_card_prefills_fewer_and_says_why() -> None:
     assert made.rollout.prefill_tokens in SIZES[1:]
     (line,) = describe_prefill_tokens(asked, made)
     size = made.rollout.prefill_tokens
-    assert line == f"`rollout.prefill_tokens = {size}` (auto): a larger one would take too much memory from KV"
+    assert line == (
+        f"`rollout.prefill_tokens = {size}` (auto): the workspace of a larger one would take memory from KV"
+    )
 
 
 def test_more_memory_never_makes_them_smaller() -> None:
@@ -95,12 +99,23 @@ def test_a_cache_that_the_recipe_names_always_fits() -> None:
 
 def test_a_plan_that_nearly_fills_a_large_device_has_smaller_prefills() -> None:
     assert chosen(recipe(), 80).rollout.prefill_tokens == 8_192
-    assert chosen(recipe(lora=False), 80).rollout.prefill_tokens == 4_096
+    assert chosen(recipe(lora=False), 80).rollout.prefill_tokens == 2_048
 
 
 def test_several_instances_of_one_process_have_a_workspace_each() -> None:
-    assert chosen(recipe(), 40).rollout.prefill_tokens == 8_192
-    assert chosen(recipe(runtime={"instances": 2}), 40).rollout.prefill_tokens == 4_096
+    assert chosen(recipe(), 70).rollout.prefill_tokens == 8_192
+    assert chosen(recipe(runtime={"instances": 2}), 70).rollout.prefill_tokens < 8_192
+
+
+def test_a_larger_chunk_costs_few_rows_of_long_trajectories() -> None:
+    """All rows at their longest would not fit any device, and never run at once."""
+    long = {"max_tokens": 16_384}
+    made = chosen(recipe(rollout=long), 139)
+    assert made.rollout.prefill_tokens == 8_192
+    least, tokens = planned(recipe(prefill_tokens=SIZES[-1], rollout=long), 139), planned(made, 139)
+    assert least is not None
+    assert tokens is not None
+    assert tokens >= 0.97 * least
 
 
 def test_chunks_that_are_padded_to_a_power_of_two_stay_small() -> None:

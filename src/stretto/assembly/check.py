@@ -80,8 +80,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     assumed = longest or recipe.rollout.max_tokens
-    if recipe.runtime.type == "local":  # on a cluster each instance chooses for its own device
-        recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
+    recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
     recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
     memory = _memory(recipe, asked, longest, config, planned)
     notes = (

@@ -172,7 +172,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _device() -> Iterator[Finding]:
     import torch
 
-    from stretto.engines.native.host_kv import usable_memory
+    from stretto.engines.host_memory import usable_memory
     from stretto.setup.threads import available_cores
 
     yield Finding("device", "cpu", f"{available_cores()} of {os.cpu_count()} cores, {platform.machine()}")

@@ -173,8 +173,7 @@ def train(
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         config, longest = load_config(model_path), driver.inputs.longest_prompt
-        if recipe.runtime.type == "local":  # on a cluster each instance chooses for its own device
-            recipe = with_prefill_tokens(recipe, config, longest, device)
+        recipe = with_prefill_tokens(recipe, config, longest, device)
         recipe = with_micro_tokens(recipe, config, longest, device)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)

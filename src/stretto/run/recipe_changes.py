@@ -317,9 +317,16 @@ def _refuse_another_journal(recipe: Recipe, folder: Path, name: str) -> None:
 
 
 def _changes(before: Recipe, now: Recipe) -> list[Change]:
-    """Returns the keys whose values differ. What `auto` became is no difference."""
+    """Returns the keys whose values differ. What `auto` became is no difference.
+
+    A number in the place of a recorded `auto` is one for a key that may change: the run of a cluster records `auto`.
+    """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    ignored = {key for key in (*RESOLVED_KEYS, "runtime.device") if "auto" in (old.get(key), new.get(key))}
+    ignored = {
+        key
+        for key in (*RESOLVED_KEYS, "runtime.device")
+        if new.get(key) == "auto" or (old.get(key) == "auto" and (key == "runtime.device" or reason_against(key)))
+    }
     return [
         Change(key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())

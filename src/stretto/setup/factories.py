@@ -26,7 +26,7 @@ from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
 from stretto.setup.memory import footprint, free_for_instance, out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
-from stretto.setup.prefill_chunk_size import with_prefill_tokens
+from stretto.setup.prefill_chunk_size import for_instance
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
 from stretto.setup.threads import ThreadCounts, thread_counts
 from stretto.setup.vllm_engines import check_vllm_model, make_vllm_instance
@@ -129,7 +129,7 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
-    recipe = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
+    recipe = for_instance(recipe, config, longest_prompt, device, free)
     need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)

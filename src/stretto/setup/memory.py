@@ -189,18 +189,22 @@ def spare_bytes(
     *,
     free: int | None = None,
     trains: bool = True,
-) -> int:
+) -> tuple[int, int]:
     """Returns the bytes on CUDA that are left beside the plan and the smallest KV cache; below 0 if these do not fit.
 
-    `free` and `trains` are those of `footprint`.
+    The second number is what is left beside the cache that all rows can need. `free` and `trains` are those of
+    `footprint`.
     """
     total = free
     if free is None:
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     need = without_kv(recipe, config, counted, longest_prompt, device, free)
     room = _room_for_kv(recipe, need if trains else _instance_alone(need), free, total or free)
-    tokens = instances_per_device(recipe) * _least_kv_tokens(recipe, longest_trajectory(recipe, longest_prompt))
-    return room - tokens * _kv_bytes_on_cuda(recipe, config, device)
+    one = longest_trajectory(recipe, longest_prompt)
+    least = _least_kv_tokens(recipe, one)
+    most = least if recipe.rollout.kv_tokens is not None else engine_rows(recipe) * one
+    per_token = instances_per_device(recipe) * _kv_bytes_on_cuda(recipe, config, device)
+    return room - least * per_token, room - most * per_token
 
 
 def rank_footprint(

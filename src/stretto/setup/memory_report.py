@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.native.host_kv import usable_memory
+from stretto.engines.host_memory import usable_memory
 from stretto.models.loading import load_config
 from stretto.models.lora_options import LoraOptions
 from stretto.models.tiny import tiny_config_of

@@ -1,8 +1,9 @@
 """The number of tokens that `rollout.prefill_tokens = "auto"` means on a GPU.
 
 Large prefills fill the device better, and attention within one chunk does without pages. But their workspace takes
-memory from the KV cache. So a larger chunk is chosen only if it takes at most `SHARE` of what the plan has to spare
-with the smallest one. A plan that fits with the smallest chunk fits with the chosen one too.
+memory from the KV cache, and fewer rows cost more than larger prefills gain. So a larger chunk is chosen only if its
+workspace has room beside the KV cache of all rows, or takes at most `SHARE` of what the cache can have. A plan that
+fits with the smallest chunk fits with the chosen one too.
 
 In a run in one process the number is recorded. On a cluster the recipe keeps `auto`, and each instance chooses for its
 own device.
@@ -10,17 +11,21 @@ own device.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
-from stretto.setup.device import with_section
-from stretto.setup.memory import count_weights, spare_bytes, without_kv
+from stretto.setup.device import choose_dtype, with_section
+from stretto.setup.memory import count_weights, instances_per_device, spare_bytes
+from stretto.setup.memory_sizes import engine_bytes
 from stretto.setup.micro_batch_size import SIZES as MICRO_SIZES
 
+log = logging.getLogger(__name__)
+
 SIZES = (8_192, 4_096, PREFILL_TOKENS)
-SHARE = 0.1  # of the memory that the plan has to spare with the smallest chunk
+SHARE = 0.02  # of the memory that KV can have
 
 
 def with_prefill_tokens(
@@ -34,11 +39,11 @@ def with_prefill_tokens(
 ) -> Recipe:
     """Returns the recipe with a number for `rollout.prefill_tokens`, if it is `auto` and the device is a GPU.
 
-    `free` are the bytes to plan with; None asks the device. Without `trains` the plan is for an instance alone. The
-    number is the same for the same memory, recipe and prompts. Call it before `with_micro_tokens`, which plans beside
-    the engine.
+    `free` are the bytes to plan with; None asks the device. Without `trains` the plan is for an instance alone; with
+    it, the recipe of a cluster keeps `auto`. The number is the same for the same memory, recipe and prompts. Call it
+    before `with_micro_tokens`, which plans beside the engine.
     """
-    if recipe.rollout.prefill_tokens != "auto" or device.type != "cuda":
+    if recipe.rollout.prefill_tokens != "auto" or device.type != "cuda" or (recipe.runtime.type == "ray" and trains):
         return recipe
     sized = [with_section(recipe, "rollout", prefill_tokens=size) for size in SIZES]
     smallest = sized[-1]
@@ -48,10 +53,21 @@ def with_prefill_tokens(
     if recipe.training.micro_tokens == "auto":
         least = with_section(smallest, "training", micro_tokens=MICRO_SIZES[-1])
     counted = count_weights(recipe, config, device)
-    spare = spare_bytes(least, config, counted, longest_prompt, device, free=free, trains=trains)
-    workspaces = [without_kv(each, config, counted, longest_prompt, device, 0).engine for each in sized]
+    spare, beside_all_rows = spare_bytes(least, config, counted, longest_prompt, device, free=free, trains=trains)
+    text, dtype = config.get_text_config(), choose_dtype(recipe.model.dtype, device)
+    engines = instances_per_device(recipe) * recipe.engine.tensor_parallel
+    workspaces = [engines * engine_bytes(each, text, counted.model, dtype) for each in sized]
     more = (workspace - workspaces[-1] for workspace in workspaces)
-    return next(each for each, extra in zip(sized, more, strict=True) if extra <= SHARE * spare or each is smallest)
+    most = max(SHARE * spare, beside_all_rows)
+    return next(each for each, extra in zip(sized, more, strict=True) if extra <= most or each is smallest)
+
+
+def for_instance(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, free: int | None) -> Recipe:
+    """Returns the recipe of a rollout instance with a process for itself, and logs what it has chosen."""
+    chosen = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
+    for line in describe_prefill_tokens(recipe, chosen):
+        log.info(line)
+    return chosen
 
 
 def describe_prefill_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
@@ -62,8 +78,9 @@ def describe_prefill_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
     if recipe.runtime.deterministic:
         why = "`runtime.deterministic` pads each chunk to a power of two"
     elif size == SIZES[0]:
-        why = "the largest"
+        why = f"the largest of {', '.join(map(str, SIZES))}"
     else:
-        why = "a larger one would take too much memory from KV"
-    where = "; each instance chooses for its own device" if recipe.runtime.type == "ray" else ""
+        why = "the workspace of a larger one would take memory from KV"
+    chooses = recipe.runtime.type == "ray" and not recipe.runtime.deterministic
+    where = "; each instance chooses for its own device" if chooses else ""
     return [f"`rollout.prefill_tokens = {size}` (auto): {why}{where}"]

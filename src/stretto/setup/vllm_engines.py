@@ -21,7 +21,7 @@ from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import expert_targets
 from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
-from stretto.setup.prefill_chunk_size import with_prefill_tokens
+from stretto.setup.prefill_chunk_size import for_instance
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The last parts of the names of the layers that vLLM adapts in every plain decoder."""
@@ -118,7 +118,7 @@ def child_options(
         kv_bytes=kv_bytes,
         kv_block=block,
         prefill_tokens=recipe.rollout.prefill_chunk_tokens,
-        file_bytes=need.one_base if lora is None else need.versions,
+        file_bytes=_file_bytes(recipe, need),
         lora_targets=lora_targets(recipe, config),
         tensor_parallel=recipe.engine.tensor_parallel,
         device_share=_device_share(recipe, need, kv_bytes, device),
@@ -126,6 +126,12 @@ def child_options(
         stream_tokens=1 if records_masks(recipe) else STREAM_TOKENS[device.type],
         masks=records_masks(recipe),
     )
+
+
+def _file_bytes(recipe: Recipe, need: Footprint) -> int:
+    """Returns the bytes of the files of weights of all instances: one set of full weights each, or all its adapters."""
+    own = need.one_base if recipe.model.lora is None else need.versions // instances_per_device(recipe)
+    return recipe.runtime.instances * own
 
 
 def records_masks(recipe: Recipe) -> bool:
@@ -167,6 +173,6 @@ def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, dec
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
     free = free_for_instance(recipe, device)
-    recipe = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
+    recipe = for_instance(recipe, config, longest_prompt, device, free)
     need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
     return make_vllm_engine(recipe, model_path, need, device, decode, start_s=CLUSTER_START_S)

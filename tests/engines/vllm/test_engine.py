@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -101,6 +102,21 @@ def test_weights_without_a_probe_are_refused(fake_children: Children, model: Any
     with pytest.raises(RequestError, match="version 0 came without a probe"):
         core.load(replace(probed_weights("lora", model, 0, fake=True), probe=None))
     core.close()
+
+
+def test_the_log_says_how_long_the_steps_of_a_load_took(
+    fake_children: Children, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = fake_children.core(options_of("model"))
+    with caplog.at_level("INFO", logger=engine_module.__name__):
+        core.load(probed_weights("lora", model, 0, fake=True))
+    core.close()
+    number = r"(\d+\.\d\d)"
+    steps = f"file written {number}, read back {number}, loaded by vLLM {number}, probe scored {number}"
+    found = re.fullmatch(f"version 0 is loaded in {number} s: {steps}", caplog.messages[0])
+    assert found is not None
+    whole, *parts = map(float, found.groups())
+    assert sum(parts) <= whole + 0.03, "of each, at most a hundredth is rounding"
 
 
 def test_the_files_of_a_version_go_when_it_is_unloaded_and_not_before(fake_children: Children, model: Any) -> None:

@@ -13,21 +13,18 @@ On a CPU a copy is done when the call returns.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from stretto.engines.host_memory import usable_memory
 from stretto.engines.native.cache import PAGE, KVCache
 
 # The most of the machine's memory that the copies of one engine take. Eight engines on one machine take less than half.
 MEMORY_SHARE = 0.05
-LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 USED_ON_GPUS = False  # the copies have not been tried on a GPU yet: there, KV that leaves is dropped
 COPY_S = 1e-3  # what a copy costs apart from its bytes: two launches a layer
 NEW_SHARE = 0.3  # the weight of the last copy in the average bandwidth
@@ -176,12 +173,3 @@ class HostKV:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-def usable_memory() -> int:
-    """Returns the bytes of memory of this machine, or of the container that this process runs in."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in LIMIT_FILES:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or it is `max`
-            memory = min(memory, int(Path(path).read_text(encoding="ascii")))
-    return memory

@@ -185,12 +185,14 @@ class ChildServer:
     async def _load(self, frame: frames.Load) -> frames.Loaded:
         folder, began = Path(frame.folder), time.perf_counter()
         found = await asyncio.to_thread(checksum_of_folder, folder, frame.kind)
-        read = time.perf_counter()
+        read_s = time.perf_counter() - began
         if found != frame.checksum:
             raise ChecksumError(f"the file of the weights has checksum `{found}`, expected `{frame.checksum}`")
         try:
             if frame.kind == "full":
                 await self._ended(list(self._requests))
+            began = time.perf_counter()
+            if frame.kind == "full":
                 await self._backend.reload(frame.number, folder)
             else:
                 await self._backend.load_adapter(frame.number, folder)
@@ -199,7 +201,7 @@ class ChildServer:
         self._kinds[frame.number], loaded = frame.kind, time.perf_counter()
         try:
             answer = tuple(await self._backend.score(frame.probe, frame.number))
-            took = {"read_s": read - began, "load_s": loaded - read, "probe_s": time.perf_counter() - loaded}
+            took = {"read_s": read_s, "load_s": loaded - began, "probe_s": time.perf_counter() - loaded}
             return frames.Loaded(found, answer, await self._backend.held(), **took)
         except BaseException:
             await self._unload(frame.number)

@@ -29,7 +29,7 @@ class ChildOptions:
     kv_bytes: int  # of the KV cache, over all devices of the instance
     kv_block: int  # tokens of one page of KV
     prefill_tokens: int  # of one step, at most
-    file_bytes: int = 0  # of all weights on their way at once: adapters of all instances, or one set of full weights
+    file_bytes: int  # of the files of weights, if all instances of the run were on this machine
     lora_targets: tuple[str, ...] = ()  # the last parts of the names of the adapted layers
     tensor_parallel: int = 1
     device_share: float | None = None  # of the memory of a GPU that the child may take; None: what vLLM takes

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from stretto.engines.host_memory import usable_memory
 from stretto.engines.vllm import frames
 from stretto.engines.vllm.process_group import end_group
 from stretto.errors import ChecksumError, EngineError, RecipeError
@@ -29,7 +30,7 @@ START_S = 540.0  # for the child to import vLLM, load the model and answer
 ANSWER_S = 120.0  # for any later call, unless the run has another deadline
 NUM_LINES = 12  # of the child's output, in an error
 MEMORY_FOLDER = Path("/dev/shm")  # holds files in memory, on Linux
-MEMORY_SHARE = 0.1  # of the machine's memory that files in memory may take
+MEMORY_SHARE = 0.1  # of the usable memory that files in memory may take
 
 
 class ChildProcess:
@@ -180,13 +181,12 @@ def _scratch(options: frames.ChildOptions) -> Path | None:
     """Returns the folder to make the engine's folder in; None: the default.
 
     Files are in memory if there is room for them twice, because containers may have 64 MiB of it, and if they take a
-    small part of the machine's memory.
+    small part of the memory of the machine or of the container.
     """
     if not os.access(MEMORY_FOLDER, os.W_OK):
         return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fits = 2 * options.file_bytes <= shutil.disk_usage(MEMORY_FOLDER).free
-    return MEMORY_FOLDER if fits and options.file_bytes <= MEMORY_SHARE * memory else None
+    return MEMORY_FOLDER if fits and options.file_bytes <= MEMORY_SHARE * usable_memory() else None
 
 
 def _environment(options: frames.ChildOptions) -> dict[str, str]:

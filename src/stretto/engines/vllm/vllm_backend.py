@@ -13,7 +13,7 @@ Seven properties of vLLM shape it:
 - Log-probabilities of a prompt beside running requests end the engine if its output layer takes adapters. So only the
   layers that have adapters do.
 - After a reload on the CPU, a tied output layer has its old weights (`worker_extension.py`).
-- Before 0.32, an output without a new token, as an abort may be, carries the log-probabilities of the whole request. So
+- In 0.26, an output without a new token, as an abort may be, carries the log-probabilities of the whole request. So
   only the last ones count, as many as there are new tokens.
 """
 

@@ -28,9 +28,9 @@ def write_folder(folder: Path, weights: Weights, base: str) -> None:
     try:
         _write(folder, weights, base)
     except (OSError, SafetensorError) as error:
+        other = "" if folder.is_relative_to("/dev/shm") else ", or set `TMPDIR` to a folder that has some"
         raise EngineError(
-            f"version {weights.version} cannot be written to `{folder}`: {error}; free space there, or set `TMPDIR` to "
-            "a folder that has some"
+            f"version {weights.version} cannot be written to `{folder}`: {error}; free space there{other}"
         ) from error
 
 
