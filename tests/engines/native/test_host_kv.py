@@ -63,12 +63,3 @@ def test_nothing_goes_to_the_host_on_a_gpu_until_that_is_switched_on(monkeypatch
     assert not host.pays(1, at_once=False)
     monkeypatch.setattr(host_kv, "USED_ON_GPUS", True)
     assert host.pays(1, at_once=False)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [("max\n", 1 << 40), (f"{1 << 30}\n", 1 << 30), (None, 1 << 40)])
-def test_memory_is_that_of_the_container_if_it_has_a_limit(limit, expected, tmp_path, monkeypatch):
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr(host_kv, "LIMIT_FILES", (str(tmp_path / "memory.max"),))
-    monkeypatch.setattr(host_kv.os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else (1 << 40) // 4096)
-    assert host_kv.usable_memory() == expected
