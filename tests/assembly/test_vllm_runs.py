@@ -201,14 +201,29 @@ def test_training_gets_what_top_k_and_top_p_leave(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake(monkeypatch)
+    monkeypatch.setattr("stretto.engines.vllm.releases.MASK_DEVICES", ("cuda", "cpu"))  # the fake stands in for a GPU
     made = tiny("qwen3-8b-vllm", models, EARNING, "rollout.top_k=5", "rollout.top_p=0.9", "evaluation.greedy=true")
     run(made, tmp_path / "run")
     assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(*), COUNT(supports) FROM completions") == [(8, 8)]
 
 
+def test_top_k_is_refused_on_the_cpu_before_a_child_starts(
+    vllm: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.setup.vllm_engines.ChildProcess", None)
+    made = tiny("qwen3-8b-vllm", models, "rollout.top_k=5")
+    for refuse in (stretto.check, lambda made: run(made, tmp_path / "run")):
+        with pytest.raises(RecipeError, match=r"`rollout\.top_k = 5` is refused .* on the CPU"):
+            refuse(made)
+    stretto.check(made, {"runtime.device": "auto"}, devices="1x24GiB")
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="vLLM is not installed")
-def test_top_k_is_refused_by_name_where_the_real_vllm_has_no_mask(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_real_vllm_has_no_mask_on_the_cpu(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.engines.vllm.releases.MASK_DEVICES", ("cuda", "cpu"))
     with pytest.raises(RecipeError, match=r"`rollout\.top_k` needs the sampling mask of vLLM"):
         run(tiny("qwen3-8b-vllm", models, "rollout.top_k=5"), tmp_path / "run")
 

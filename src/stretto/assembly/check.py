@@ -160,7 +160,7 @@ def check_engine(recipe: Recipe) -> None:
     if recipe.engine.type != "vllm":
         return
     describe_release(recipe, elsewhere=False)
-    path = recipe.model.path
+    recipe, path = resolved(recipe, choose_device(recipe.runtime.device)), recipe.model.path
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.frames import ChildOptions
 from stretto.engines.vllm.process import START_S, ChildProcess
+from stretto.engines.vllm.releases import refuse_top_k
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
@@ -34,9 +35,13 @@ VOCABULARY_BLOCK = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 def check_vllm_model(recipe: Recipe, config: Any) -> None:
-    """Raises `RecipeError` if vLLM cannot serve the recipe's model as it asks. Does nothing with another engine."""
+    """Raises `RecipeError` if vLLM cannot serve the recipe's model as it asks. Does nothing with another engine.
+
+    `runtime.device` has to be known for what vLLM can do only on a GPU.
+    """
     if recipe.engine.type != "vllm":
         return
+    refuse_top_k(recipe.rollout.top_k, recipe.runtime.device)
     text, devices = config.get_text_config(), recipe.engine.tensor_parallel
     if experts := expert_targets(recipe, config):
         raise RecipeError(
