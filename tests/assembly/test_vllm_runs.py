@@ -17,7 +17,7 @@ import pytest
 import torch
 from agent_cases import agents
 from interruption_cases import Dies
-from run_cases import assert_verifies, recipe, rows, run
+from run_cases import Heard, assert_verifies, recipe, rows, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 import stretto
@@ -140,8 +140,10 @@ def test_a_folder_with_a_configuration_alone_is_planned_and_its_weights_are_miss
 
 
 def test_the_8b_recipe_makes_two_updates_on_a_tiny_model(vllm: str, models: dict[str, Path], tmp_path: Path) -> None:
-    summary = run(tiny("qwen3-8b-vllm", models, EARNING), tmp_path / "run")
+    heard = Heard()
+    summary = run(tiny("qwen3-8b-vllm", models, EARNING), tmp_path / "run", observer=heard)
     assert summary["steps"] == 2
+    assert heard.said.count("vLLM starts, which can take a minute for each instance") == 1
     assert num_policies(tmp_path / "run") == 3
     assert "8 of the completions by receipt" in assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT DISTINCT served_by, layout FROM receipts") == [
