@@ -108,8 +108,9 @@ def child_options(
     config = load_config(model_path)
     dtype, lora = choose_dtype(recipe.model.dtype, device), recipe.model.lora
     block = KV_BLOCK[device.type]
-    kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
     text = config.get_text_config()
+    spare = 2 if getattr(text, "sliding_window", None) else 1  # one is vLLM's own, one lets a window begin in a block
+    kv_tokens = (-(-need.kv_tokens // block) + spare) * block
     kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype, records_routing=False) * kv_copies(recipe, text)
     return ChildOptions(
         model=model_path,
