@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import SHAPE
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from stretto.assembly.check import check, effective
+from stretto.assembly.train import train
 from stretto.errors import ModelError, RecipeError
 from stretto.models.loading import load_config
 from stretto.models.shapes import shape_folder
+from stretto.models.tiny import tiny_config, tiny_tokenizer
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import load_recipe
 
@@ -116,3 +120,24 @@ def test_a_size_of_a_prefill_that_is_named_is_kept_and_not_explained() -> None:
     report = check(recipe, planned=PlannedDevices(1, 24.0))
     assert report.recipe.rollout.prefill_tokens == 64
     assert "`rollout.prefill_tokens" not in str(report)
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_check_refuses_a_model_with_the_error_of_a_run(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: "0.32.0")
+    folder = tmp_path / "gemma"
+    config = Gemma2Config(**{**SHAPE, "vocab_size": tiny_config().vocab_size})
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    recipe = load_recipe(
+        {"model": {"path": str(folder)}, "task": TASK, "engine": {"type": engine}},
+        ['rollout.paradigm="synchronous"', "rollout.max_tokens=8", 'runtime.device="cpu"'],
+    )
+    said = f"^`model.path = {str(folder)!r}`: .*`Gemma2Attention` asks .* for `softcap`.*; choose another model$"
+    with pytest.raises(ModelError, match=said) as checked:
+        check(recipe)
+    with pytest.raises(ModelError) as trained:
+        train(recipe, tmp_path / "run")
+    assert str(trained.value) == str(checked.value)

@@ -64,6 +64,7 @@ def test_a_release_of_vllm_that_no_run_accepts_is_not_called_installed(
     found = next(finding for finding in examine() if finding.name == "vllm")
     assert found.status == status
     assert ("refuses vLLM 0.25.1" in found.value) == (release == "0.25.1")
+    assert (found.value == "installed 0.32.0") == (release == "0.32.0")
 
 
 def test_lines_have_no_control_characters() -> None:

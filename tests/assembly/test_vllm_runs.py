@@ -17,7 +17,7 @@ import pytest
 import torch
 from agent_cases import agents
 from interruption_cases import Dies
-from run_cases import assert_verifies, recipe, rows, run
+from run_cases import Heard, assert_verifies, recipe, rows, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 import stretto
@@ -140,8 +140,10 @@ def test_a_folder_with_a_configuration_alone_is_planned_and_its_weights_are_miss
 
 
 def test_the_8b_recipe_makes_two_updates_on_a_tiny_model(vllm: str, models: dict[str, Path], tmp_path: Path) -> None:
-    summary = run(tiny("qwen3-8b-vllm", models, EARNING), tmp_path / "run")
+    heard = Heard()
+    summary = run(tiny("qwen3-8b-vllm", models, EARNING), tmp_path / "run", observer=heard)
     assert summary["steps"] == 2
+    assert heard.said.count("vLLM starts, which can take a minute for each instance") == 1
     assert num_policies(tmp_path / "run") == 3
     assert "8 of the completions by receipt" in assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT DISTINCT served_by, layout FROM receipts") == [
@@ -201,14 +203,29 @@ def test_training_gets_what_top_k_and_top_p_leave(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake(monkeypatch)
+    monkeypatch.setattr("stretto.engines.vllm.releases.MASK_DEVICES", ("cuda", "cpu"))  # the fake stands in for a GPU
     made = tiny("qwen3-8b-vllm", models, EARNING, "rollout.top_k=5", "rollout.top_p=0.9", "evaluation.greedy=true")
     run(made, tmp_path / "run")
     assert_verifies(tmp_path / "run")
     assert rows(tmp_path / "run", "SELECT COUNT(*), COUNT(supports) FROM completions") == [(8, 8)]
 
 
+def test_top_k_is_refused_on_the_cpu_before_a_child_starts(
+    vllm: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.setup.vllm_engines.ChildProcess", None)
+    made = tiny("qwen3-8b-vllm", models, "rollout.top_k=5")
+    for refuse in (stretto.check, lambda made: run(made, tmp_path / "run")):
+        with pytest.raises(RecipeError, match=r"`rollout\.top_k = 5` is refused .* on the CPU"):
+            refuse(made)
+    stretto.check(made, {"runtime.device": "auto"}, devices="1x24GiB")
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="vLLM is not installed")
-def test_top_k_is_refused_by_name_where_the_real_vllm_has_no_mask(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_real_vllm_has_no_mask_on_the_cpu(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.engines.vllm.releases.MASK_DEVICES", ("cuda", "cpu"))
     with pytest.raises(RecipeError, match=r"`rollout\.top_k` needs the sampling mask of vLLM"):
         run(tiny("qwen3-8b-vllm", models, "rollout.top_k=5"), tmp_path / "run")
 

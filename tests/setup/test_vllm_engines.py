@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import SHAPE, build
-from transformers import GPTNeoXConfig, Phi3Config, Qwen3Config
+from transformers import GPTNeoXConfig, MistralConfig, Phi3Config, Qwen3Config
 
 import stretto.local.pool as local_pool
 from stretto.engines.vllm.process import START_S
@@ -50,6 +50,20 @@ def test_the_options_of_a_child_follow_from_the_plan(tmp_path: Path) -> None:
     assert options.kv_bytes % (options.kv_block * per_token) == 0
     assert options.max_context <= need.kv_tokens
     assert set(options.lora_targets) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_sliding_window_takes_one_more_block(tmp_path: Path) -> None:
+    """vLLM refuses to start if the cache cannot hold a window that begins inside a block."""
+
+    def blocks(window: int | None) -> int:
+        config = MistralConfig(**SHAPE, sliding_window=window)
+        config.save_pretrained(tmp_path)
+        need = footprint(recipe_of(), config, 40, CPU)
+        options = child_options(recipe_of(), str(tmp_path), need, CPU, threads=1)
+        return options.kv_bytes // options.kv_block
+
+    per_token = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] * 4
+    assert blocks(128) == blocks(None) + per_token
 
 
 def test_a_child_has_the_deadlines_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

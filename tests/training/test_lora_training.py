@@ -4,6 +4,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from training_cases import tiny
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stretto.errors import ModelError
 from stretto.models.loading import second_tree
@@ -76,6 +77,13 @@ def test_every_linear_layer_but_the_head_is_adapted_unless_targets_say_otherwise
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     }
+
+
+def test_a_model_without_linear_layers_is_refused_with_what_to_do():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=2))
+    said = "`model.lora` finds nothing to adapt: `GPT2LMHeadModel` has no linear layer .* leave `model.lora` out .*, or"
+    with pytest.raises(ModelError, match=said):
+        adapted_modules(model)
 
 
 def test_targets_that_name_nothing_and_a_second_set_are_refused():

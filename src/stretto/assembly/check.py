@@ -25,6 +25,7 @@ from stretto.recipe.checks import without_effect
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key, without_none
+from stretto.setup.architecture_checks import check_architecture
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.expert_checks import check_expert_slots
@@ -78,6 +79,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     check_expert_slots(recipe, config)
     of_engine = describe_release(recipe, elsewhere=planned is not None)
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
+    check_architecture(recipe, config, longest)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     assumed = longest or recipe.rollout.max_tokens
     recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
@@ -157,7 +159,7 @@ def check_engine(recipe: Recipe) -> None:
     if recipe.engine.type != "vllm":
         return
     describe_release(recipe, elsewhere=False)
-    path = recipe.model.path
+    recipe, path = resolved(recipe, choose_device(recipe.runtime.device)), recipe.model.path
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 

@@ -265,7 +265,8 @@ def _extras() -> Iterator[Finding]:
         if extra == "vllm" and (refused := _refused_vllm()) is not None:
             yield Finding("extras", extra, refused, "missing", purpose)
         elif importlib.util.find_spec(module) is not None:
-            yield Finding("extras", extra, "installed", hint=purpose)
+            version = f" {installed_release()}" if extra == "vllm" else ""
+            yield Finding("extras", extra, f"installed{version}", hint=purpose)
         else:
             yield Finding("extras", extra, f"`pip install 'stretto[{extra}]'`", "missing", purpose)
 

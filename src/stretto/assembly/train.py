@@ -210,7 +210,7 @@ def _backend_maker(
 ) -> MakeBackend:
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
-        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates)
+        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates, observer.message)
         return partial(local_backend, recipe, parts, folder, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource

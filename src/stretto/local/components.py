@@ -26,6 +26,11 @@ from stretto.training.warm_up import compiles, warm_up
 
 log = logging.getLogger(__name__)
 
+STARTS_VLLM = {
+    "cuda": "vLLM starts, which takes one to two minutes for each instance on a GPU",
+    "cpu": "vLLM starts, which can take a minute for each instance",
+}
+
 
 @dataclass(slots=True)
 class LocalComponents:
@@ -51,10 +56,12 @@ class LocalComponents:
         model_path: str,
         driver: DriverInputs | None = None,
         rates: LearningRates | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> LocalComponents:
         """Loads the model, and makes engines and trainer. Raises `RecipeError` if they do not fit.
 
         `driver` None: the inputs are loaded too. `rates` None: the learning rates are those of the recipe.
+        `say` is told of a start that takes long.
         """
         if recipe.engine.type == "vllm":
             check_release(installed_release(), masks=records_masks(recipe))
@@ -76,6 +83,8 @@ class LocalComponents:
                 model = load_model(model_path, dtype, device)
             torch.set_num_threads(driver.threads.engine)  # a new engine measures how this number of threads rounds
             # The engines' module trees first: the trainer replaces linear layers in the tree that was loaded.
+            if uses_vllm:
+                say(STARTS_VLLM[device.type])
             with start_phase(log, f"engines ({recipe.runtime.instances}, with KV for {need.kv_tokens:,} tokens each)"):
                 engines.extend(
                     make_vllm() if uses_vllm else make_native_engine(recipe, model, need.kv_tokens, driver.decode)

@@ -133,7 +133,10 @@ def adapted_modules(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, 
             )
     chosen = {n: m for n, m in linear.items() if not targets or any(_matches(n, target) for target in targets)}
     if not chosen and not targets:
-        raise ModelError(f"`{type(model).__name__}` has no linear layer but its head, so there is nothing to adapt")
+        raise ModelError(
+            f"`model.lora` finds nothing to adapt: `{type(model).__name__}` has no linear layer but its head; leave "
+            "`model.lora` out to train all weights, or choose another model"
+        )
     return chosen
 
 

@@ -20,6 +20,7 @@ from stretto.models.loading import load_config, load_model, load_tokenizer
 from stretto.models.stop_tokens import stop_tokens
 from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
+from stretto.setup.architecture_checks import check_architecture
 from stretto.setup.base_models import base_path_of, starting_adapter
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import check_expert_slots
@@ -73,6 +74,7 @@ def load_driver_inputs(
         prompt_limits=prompt_limits,
         read=read,
     )
+    check_architecture(recipe, config, inputs.longest_prompt)
     check_teachers(recipe, tokenizer, inputs.longest_prompt)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from stretto.engines.vllm.engine import VllmEngine
 from stretto.engines.vllm.frames import ChildOptions
 from stretto.engines.vllm.process import START_S, ChildProcess
+from stretto.engines.vllm.releases import refuse_top_k
 from stretto.environments.single_turn import Decode
 from stretto.errors import RecipeError
 from stretto.models.loading import load_config
@@ -34,9 +35,13 @@ VOCABULARY_BLOCK = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 def check_vllm_model(recipe: Recipe, config: Any) -> None:
-    """Raises `RecipeError` if vLLM cannot serve the recipe's model as it asks. Does nothing with another engine."""
+    """Raises `RecipeError` if vLLM cannot serve the recipe's model as it asks. Does nothing with another engine.
+
+    `runtime.device` has to be known for what vLLM can do only on a GPU.
+    """
     if recipe.engine.type != "vllm":
         return
+    refuse_top_k(recipe.rollout.top_k, recipe.runtime.device)
     text, devices = config.get_text_config(), recipe.engine.tensor_parallel
     if experts := expert_targets(recipe, config):
         raise RecipeError(
@@ -103,8 +108,9 @@ def child_options(
     config = load_config(model_path)
     dtype, lora = choose_dtype(recipe.model.dtype, device), recipe.model.lora
     block = KV_BLOCK[device.type]
-    kv_tokens = -(-need.kv_tokens // block) * block + block  # one block is vLLM's own
     text = config.get_text_config()
+    spare = 2 if getattr(text, "sliding_window", None) else 1  # one is vLLM's own, one lets a window begin in a block
+    kv_tokens = (-(-need.kv_tokens // block) + spare) * block
     kv_bytes = kv_tokens * kv_bytes_per_token(text, dtype, records_routing=False) * kv_copies(recipe, text)
     return ChildOptions(
         model=model_path,

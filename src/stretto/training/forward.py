@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 from stretto.errors import ModelError
 from stretto.models.decoder import PlainDecoder, fits
@@ -25,7 +26,13 @@ from stretto.models.float16_range import range_hint
 from stretto.models.float32_products import HALF
 from stretto.models.loading import moving_rotary
 from stretto.models.module_forward import run_modules
-from stretto.models.packed_attention import LAYOUT_ARGUMENT, PACKED_ATTENTION, PackedLayout, layout_of
+from stretto.models.packed_attention import (
+    LAYOUT_ARGUMENT,
+    PACKED_ATTENTION,
+    PackedLayout,
+    layout_of,
+    packed_attention,
+)
 from stretto.models.routing import RoutingTap, replay_through_modules, replaying
 from stretto.models.varlen_attention import flash_fits
 from stretto.training.logprobs import token_logprobs
@@ -33,10 +40,53 @@ from stretto.training.packing import MicroBatch
 
 _log = logging.getLogger(__name__)
 
+NOTING_ATTENTION = "stretto_packed_noting"  # packed attention that notes the layers that use it
 CHECK_LENGTHS = (7, 5)  # tokens of the sequences of the check at construction
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # of a log-probability; a missed cap or a leak is far above it
 HALF_TOLERANCE, HALF_SHARE = 0.5, 0.05  # transformers' modules round their stream and their logits, which may be large
 PAD_TOKENS = 128  # micro-batches for flash attention are padded to a multiple of this: products prefer round sizes
+
+
+def _parts(model: Any) -> tuple[Any, nn.Linear]:
+    """Returns the decoder and the head of a model. Raises `ModelError` if it cannot be trained packed."""
+    decoder, head = model.base_model, model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or decoder is model:
+        raise ModelError(f"`{type(model).__name__}` is no causal LM with a linear head over a decoder")
+    if moving := moving_rotary(model.config):
+        raise ModelError(
+            f"`{type(model).__name__}` with `rope_type = {moving!r}` cannot be trained packed: its angles change "
+            "with the longest sequence of a micro-batch, so a log-probability would depend on its neighbours"
+        )
+    return decoder, head
+
+
+def smallest_window(model: nn.Module) -> int | None:
+    """Returns the smallest sliding window of a model's layers; None if no layer has one.
+
+    Raises `ModelError` if a layer asks for what packed attention does not have, or mixes neighbours by other means.
+    The values of the weights do not matter, so the model may be on the meta device. Its config is changed.
+    """
+    causal_lm: Any = model
+    decoder, head = _parts(model)
+    windows: list[int | None] = []
+
+    def noting(module: nn.Module, *states: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        windows.append(sliding_window)
+        return packed_attention(module, *states, **options)
+
+    AttentionInterface.register(NOTING_ATTENTION, noting)
+    causal_lm.config._attn_implementation = NOTING_ATTENTION
+    device = head.weight.device
+    ids = torch.zeros(sum(CHECK_LENGTHS), dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in CHECK_LENGTHS])
+    run_modules(decoder, ids, positions, **{LAYOUT_ARGUMENT: layout_of(np.array(CHECK_LENGTHS), device)})
+    layers = int(causal_lm.config.get_text_config().num_hidden_layers)
+    if len(windows) < layers:
+        raise ModelError(
+            f"`{type(model).__name__}` cannot be trained packed: {len(windows)} of its {layers} layers attend through "
+            "transformers' attention interface"
+        )
+    return min((window for window in windows if window is not None), default=None)
 
 
 class PackedModel:
@@ -52,23 +102,14 @@ class PackedModel:
     def __init__(self, model: nn.Module) -> None:
         causal_lm: Any = model
         self.model = causal_lm
-        self.decoder: Any = causal_lm.base_model
-        head = causal_lm.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or self.decoder is model:
-            raise ModelError(f"`{type(model).__name__}` is no causal LM with a linear head over a decoder")
-        self.head = head
+        self.decoder, self.head = _parts(model)
         config = causal_lm.config.get_text_config()
-        if moving := moving_rotary(config):
-            raise ModelError(
-                f"`{type(model).__name__}` with `rope_type = {moving!r}` cannot be trained packed: its angles change "
-                "with the longest sequence of a micro-batch, so a log-probability would depend on its neighbours"
-            )
         cap = getattr(config, "final_logit_softcapping", None)
         self.softcap = float(cap) if cap else None
         self.multiplier = float(getattr(config, "logit_scale", None) or 1.0)
         self.multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.flash = flash_fits(head.weight.device, head.weight.dtype, head_size)
+        self.flash = flash_fits(self.head.weight.device, self.head.weight.dtype, head_size)
         self.plain: PlainDecoder | None = None
         tap = RoutingTap(model)
         expected = self._own_logprobs()

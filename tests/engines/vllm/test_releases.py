@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.engines.vllm.releases import check_release
+from stretto.engines.vllm.releases import check_release, refuse_top_k
 from stretto.errors import RecipeError
 
 
@@ -17,6 +17,13 @@ def test_truncated_sampling_needs_a_release_that_tells_what_it_leaves() -> None:
     assert check_release("0.32.0", masks=True) == "0.32.0"
     with pytest.raises(RecipeError, match=r"`rollout.top_k` is refused.*vLLM 0.26.0, which does not tell"):
         check_release("0.26.0", masks=True)
+
+
+def test_truncated_sampling_needs_a_gpu() -> None:
+    refuse_top_k(5, "cuda")
+    refuse_top_k(0, "cpu")
+    with pytest.raises(RecipeError, match=r'^`rollout\.top_k = 5` is refused .* CPU.* leave it out, .* "native"`'):
+        refuse_top_k(5, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ REFUSED: Mapping[str, str] = {
 }
 MASKS = "0.32"
 """The release that tells what `top_k`, `top_p` and `min_p` leave of each distribution."""
+MASK_DEVICES = ("cuda",)
+"""The devices on which that release tells it."""
 INSTALL = "install it beside stretto: `pip install 'stretto[vllm]'`"
 _TRIED = " or ".join(f"{release} (with {torch})" for release, torch in TRIED.items())
 
@@ -52,3 +54,12 @@ def check_release(version: str | None, *, masks: bool = False) -> str:
             f"tokens that it leaves of each distribution; use {MASKS}, or leave it out"
         )
     return version
+
+
+def refuse_top_k(top_k: int, device: str) -> None:
+    """Raises `RecipeError` if vLLM does not tell what `rollout.top_k` leaves on this device; "auto" is accepted."""
+    if top_k > 0 and device not in (*MASK_DEVICES, "auto"):
+        raise RecipeError(
+            f'`rollout.top_k = {top_k}` is refused with `engine.type = "vllm"` on the CPU, where vLLM does not tell '
+            'what it leaves of each distribution; leave it out, choose `engine.type = "native"`, or use a GPU'
+        )
