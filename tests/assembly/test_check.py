@@ -68,6 +68,14 @@ def test_a_plan_that_assumes_the_length_of_prompts_says_so_when_it_fails(tmp_pat
         check(recipe, planned=PlannedDevices(1, 8.0))
 
 
+@pytest.mark.parametrize("option", ["rollout.max_tokens", "evaluation.max_tokens"])
+def test_a_completion_longer_than_the_context_is_refused_without_a_tokenizer(tmp_path: Path, option: str) -> None:
+    load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
+    tables = {"model": {"path": str(tmp_path), "lora": {"rank": 4}}, "task": TASK}
+    with pytest.raises(RecipeError, match=rf"`{option} = 50000` leaves no room for a prompt: .* is 40960 tokens"):
+        check(load_recipe(tables, [f"{option}=50000"]), planned=PlannedDevices(8, 141.0))
+
+
 def test_a_cluster_that_is_advised_instead_of_one_process_fits_with_the_options_that_are_named(tmp_path: Path) -> None:
     load_config(str(shape_folder("Qwen/Qwen3-8B"))).save_pretrained(tmp_path)
     tables = {

@@ -219,10 +219,11 @@ def test_an_engine_that_is_missing_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("lora", ["[model.lora]\nrank = 4\n", ""])
 def test_a_model_that_an_engine_cannot_serve_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str
 ) -> None:
-    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"tiny"', '"tiny-moe"') + "[model.lora]\nrank = 4\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"tiny"', '"tiny-moe"') + lora)
     monkeypatch.setattr("stretto.assembly.check.installed_release", lambda: "0.32.0")
     monkeypatch.setattr(compare, "_train", lambda words: pytest.fail("a run began"))
     with pytest.raises(RecipeError, match="a mixture of experts"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.errors import RecipeError
-from stretto.recipe.reading import parse_recipe
+from stretto.recipe.reading import load_recipe, parse_recipe
 from stretto.recipe.schema import Recipe
 
 LORA = {"path": "tiny", "lora": {"rank": 8}}
@@ -79,3 +81,59 @@ def test_full_weights_need_an_instance_for_each_version() -> None:
     made = recipe_of(model={"path": "tiny"}, runtime={"instances": 3})
     assert made.num_slots == 1
     assert recipe_of(model={"path": "tiny"}, rollout={"paradigm": "synchronous"}).num_slots == 1
+
+
+FULL: dict[str, Any] = {"path": "tiny"}
+EVALUATED = {"every": 5}
+
+
+@pytest.mark.parametrize(
+    ("sections", "advice"),
+    [
+        ({"rollout": {"paradigm": "synchronous"}, "evaluation": EVALUATED}, ["evaluation.every = 0"]),
+        ({"rollout": {"staleness": 1}}, ["rollout.staleness = 0"]),
+        ({"rollout": {"staleness": 0}, "evaluation": EVALUATED}, ["evaluation.every = 0"]),
+        ({"rollout": {"staleness": 2}, "evaluation": EVALUATED}, ["rollout.staleness = 0", "evaluation.every = 0"]),
+    ],
+)
+def test_versions_that_are_too_many_can_be_lowered_as_the_error_says(
+    sections: dict[str, Any], advice: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        recipe_of(model=FULL, **sections)
+    said = str(raised.value)
+    set_to = " and ".join(f"set `{each}`" for each in advice)
+    assert f", {set_to}, or train adapters" in said
+    assert ("staleness" in said) == any("staleness" in each for each in advice), "nothing that is 0 can be lowered"
+    assert ("one more to evaluate" in said) == ("evaluation" in sections)
+    overrides = [each.replace(" = ", "=") for each in advice]
+    tables = {"model": FULL, "task": {"type": "countdown-chain"}, "engine": {"type": "vllm"}} | sections
+    assert load_recipe(tables, overrides).plan.slots == 1
+
+
+def test_a_staleness_that_is_enough_is_named_and_one_that_the_paradigm_fixes_is_not() -> None:
+    several = {"model": FULL, "runtime": {"instances": 3}}
+    with pytest.raises(RecipeError, match=r"instances, lower `rollout.staleness` to at most 2, or train"):
+        recipe_of(**several, rollout={"staleness": 7})
+    with pytest.raises(RecipeError, match=r"instances, lower `rollout.staleness_cap` to at most 2, or train"):
+        recipe_of(**several, rollout={"staleness": "auto"})
+    with pytest.raises(RecipeError, match=r"use at least 2 instances, or train adapters"):
+        recipe_of(model=FULL, rollout={"paradigm": "one-step-off"})
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "Qwen/Qwen3-30B-A3B", "folder"])
+def test_a_mixture_of_experts_is_refused_before_too_few_instances(tmp_path: Path, name: str) -> None:
+    if name == "folder":
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_local_experts": 4}}))
+        name = str(tmp_path)
+    with pytest.raises(RecipeError, match="a mixture of experts") as raised:
+        recipe_of(model={"path": name})
+    assert "runtime.instances" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"num_experts": null}', '{"num_experts": 1}'])
+def test_a_model_that_is_not_known_as_a_mixture_is_told_of_instances(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"`runtime.instances = 1` is too few"):
+        recipe_of(model={"path": str(tmp_path)})

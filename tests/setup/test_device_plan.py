@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -135,6 +136,36 @@ def test_the_least_size_is_named_if_no_number_of_devices_would_do(eight_billions
     assert found is not None
     fit_on_cluster(found, eight_billions, PROMPT, least)
     assert smallest_fit(made, eight_billions, PROMPT, PlannedDevices(8, least.gib - 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"),
+    [
+        ({"prefill_tokens": 10_000_000}, "rollout.prefill_tokens = 10000000"),
+        ({"kv_tokens": 100_000_000}, "rollout.kv_tokens = 100000000"),
+        ({"max_tokens": 10_000_000}, "rollout.max_tokens = 10000000"),
+    ],
+)
+def test_an_option_that_is_too_large_for_every_size_is_named(
+    eight_billions: Qwen3Config, rollout: dict[str, int], told: str
+) -> None:
+    made = recipe(engine={"type": "vllm"}, rollout={"max_tokens": 1024, **rollout})
+    with pytest.raises(RecipeError) as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, EIGHT)
+    largest = f"`{told}` is too large for devices of 1024 GiB, too: lower it"
+    assert str(refused.value).endswith(f"No number of devices of 141 GiB would do. {largest}")
+
+
+def test_a_share_that_is_too_small_is_raised_before_devices_are_added(eight_billions: Qwen3Config) -> None:
+    made = recipe(engine={"type": "vllm", "gpu_memory": 0.01})
+    with pytest.raises(RecipeError) as refused:
+        fit_on_cluster(made, eight_billions, PROMPT, EIGHT)
+    would_do = r"2 devices of 141 GiB would do, with `engine\.gpu_memory = (0\.\d+)`$"
+    found = re.search(would_do, str(refused.value))
+    assert found is not None, refused.value
+    assert f"Raise `engine.gpu_memory` (now 0.01) to at least {found[1]}. " in str(refused.value)
+    assert "weights alone" not in str(refused.value)
+    fit_on_cluster(with_section(made, "engine", gpu_memory=float(found[1])), eight_billions, PROMPT, EIGHT)
 
 
 def test_weights_that_do_not_fit_are_told_and_no_option_that_does_not_help(eight_billions: Qwen3Config) -> None:

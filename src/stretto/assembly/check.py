@@ -29,7 +29,14 @@ from stretto.setup.architecture_checks import check_architecture
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.expert_checks import check_expert_slots
-from stretto.setup.inputs import TaskInputs, check_objective, check_scoring, load_inputs, prompt_tokenizer
+from stretto.setup.inputs import (
+    TaskInputs,
+    check_objective,
+    check_scoring,
+    load_inputs,
+    prompt_tokenizer,
+    refuse_long_completions,
+)
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
@@ -181,10 +188,11 @@ def _check_inputs(
 ) -> tuple[list[str], int | None]:
     """Checks data, prompts, rewards and teachers. Returns notes on them, and the length of the longest prompt.
 
-    Without a tokenizer nothing is checked, and the length is None.
+    Without a tokenizer only the length of completions is checked, and that of prompts is None.
     """
     of_model, config, path = shape.tokenizer, shape.config, recipe.model.path
     if of_model is None:
+        refuse_long_completions(recipe, path, context_length(config))
         return [], None
     tokenizer = prompt_tokenizer(recipe, of_model)
     inputs = load_inputs(recipe, of_model, context=context_length(config), model_path=path, given=given)

@@ -42,10 +42,16 @@ def hub_options(path: str, option: str = "model.path") -> dict[str, bool]:
 
 def is_cached(name: str, file: str = "config.json") -> bool:
     """True if a file of a model, by default its configuration, lies in the local cache of the hub."""
+    return cached_file(name, file) is not None
+
+
+def cached_file(name: str, file: str = "config.json") -> Path | None:
+    """Returns a file of a model, by default its configuration, in the local cache of the hub; None if it has none."""
     try:
-        return isinstance(try_to_load_from_cache(name, file), str)
+        found = try_to_load_from_cache(name, file)
     except HFValidationError:
-        return False
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=64)

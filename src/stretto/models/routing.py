@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.errors import RecipeError
+from stretto.models.mixture_configs import EXPERT_COUNTS
 from stretto.models.packed_attention import LAYOUT_ARGUMENT
 
 # Routers of transformers that return (logits, weights of the chosen experts, their ids), the weights being the softmax
 # over all experts, made to add up to 1 if `norm_topk_prob` says so; Mixtral's always are.
 ROUTERS = ("MixtralTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
 MODEL_TYPES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # that have these routers
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from stretto.environments.task_options import AgentOptions, EndpointOptions
 from stretto.observe.options import TRACKERS
 from stretto.recipe.algorithm_checks import impossible_algorithm, options_without_effect
-from stretto.recipe.engine_checks import engine_without_effect, impossible_engine, impossible_full_versions
+from stretto.recipe.engine_checks import (
+    engine_without_effect,
+    fewer_versions,
+    impossible_engine,
+    impossible_full_versions,
+)
 from stretto.recipe.error_messages import as_toml
 from stretto.recipe.task_checks import label_refusals, task_keys_without_effect, task_refusals
 from stretto.recipe.task_tables import Path
@@ -278,8 +283,9 @@ def _impossible_pool(recipe: Recipe, plan: Plan) -> Iterable[str]:
         )
     if runtime.slots is not None and runtime.instances * runtime.slots < plan.slots:
         included = ", evaluation's included" if plan.evaluate_every else ""
+        held = runtime.instances * runtime.slots
         yield (
-            f"`runtime.instances = {runtime.instances}` of `runtime.slots = {runtime.slots}` hold "
-            f"{runtime.instances * runtime.slots} versions at once, and the run needs {plan.slots}{included} (K = "
-            f"{plan.staleness}); raise one of them, lower `rollout.staleness`, or leave `runtime.slots` out"
+            f"`runtime.instances = {runtime.instances}` of `runtime.slots = {runtime.slots}` hold {held} versions at "
+            f"once, and the run needs {plan.slots}{included} (K = {plan.staleness}); raise one of them, "
+            f"{fewer_versions(plan, held)}or leave `runtime.slots` out"
         )

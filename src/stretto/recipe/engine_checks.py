@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from stretto.models.mixture_configs import is_known_mixture
+
 if TYPE_CHECKING:
     from stretto.core.plan import Plan
     from stretto.recipe.schema import Recipe
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM, which raises a lower one without an error; 0 is greedy
 MAX_RANK = 512  # of an adapter, in vLLM
+NO_EVALUATION = "set `evaluation.every = 0`"  # not `prompts = 0`, which is refused beside an `every`
 OR_NATIVE = '`engine.type = "native"`'
 
 
@@ -99,12 +102,56 @@ def _idle_gpus(recipe: Recipe) -> Iterable[str]:
         )
 
 
+def refused_mixture(path: str) -> str:
+    """Returns the reason why vLLM does not serve a mixture of experts."""
+    return (
+        f'`engine.type = "vllm"` is refused with `model.path = {path!r}`, a mixture of experts: vLLM and the trainer '
+        'may route a token to different experts; use "native"'
+    )
+
+
 def impossible_full_versions(recipe: Recipe, plan: Plan) -> Iterable[str]:
-    """The reason why instances with one version each cannot hold those of the run; none if they can."""
-    if recipe.engine.type == "vllm" and recipe.model.lora is None and recipe.runtime.instances < plan.slots:
-        yield (
-            f'`runtime.instances = {recipe.runtime.instances}` is too few: with `engine.type = "vllm"` an instance '
-            f"holds one version of full weights, and the run needs {plan.slots} at once (K = {plan.staleness}); use at "
-            f"least {plan.slots} instances, lower `rollout.staleness`, or train adapters, `model.lora = "
-            "{ rank = 16 }`"
-        )
+    """The reason why instances with one version each cannot hold those of the run; none if they can.
+
+    More instances would not help a mixture of experts, which vLLM does not serve, so that is the reason if it is known.
+    """
+    if recipe.engine.type != "vllm" or recipe.model.lora is not None or recipe.runtime.instances >= plan.slots:
+        return
+    if is_known_mixture(recipe.model.path):
+        yield refused_mixture(recipe.model.path)
+        return
+    yield (
+        f'`runtime.instances = {recipe.runtime.instances}` is too few: with `engine.type = "vllm"` an instance holds '
+        f"one version of full weights, and the run needs {plan.slots} at once{_counted(plan)}; use at least "
+        f"{plan.slots} instances, {fewer_versions(plan, recipe.runtime.instances)}or train adapters, "
+        "`model.lora = { rank = 16 }`"
+    )
+
+
+def _counted(plan: Plan) -> str:
+    """Returns the versions of a run in parentheses: its staleness, and the one of evaluation."""
+    evaluated = ", and one more to evaluate beside training" if plan.evaluate_every else ""
+    return f" (K = {plan.staleness}{evaluated})"
+
+
+def fewer_versions(plan: Plan, held: int) -> str:
+    """Returns the options that lower the versions of a run to those `held` at once, each with a comma after it.
+
+    Empty if none do, such as with a staleness that the paradigm fixes.
+    """
+    options = []
+    evaluated = int(plan.evaluate_every > 0)
+    adjustable = plan.paradigm.staleness is None and plan.paradigm.pinned
+    if adjustable and held - 1 - evaluated >= 0:
+        options.append(_lower_staleness(plan, held - 1 - evaluated))
+    if evaluated and held >= plan.slots - 1:
+        options.append(NO_EVALUATION)
+    elif adjustable and not options and evaluated and held >= 1:
+        options.append(f"{_lower_staleness(plan, held - 1)} and {NO_EVALUATION}")
+    return "".join(f"{each}, " for each in options)
+
+
+def _lower_staleness(plan: Plan, most: int) -> str:
+    if most == 0:
+        return "set `rollout.staleness = 0`"
+    return f"lower `rollout.staleness{'_cap' * plan.auto}` to at most {most}"

@@ -14,15 +14,25 @@ from typing import Any
 
 from stretto.errors import RecipeError
 from stretto.recipe.planned_devices import PlannedDevices
-from stretto.recipe.schema import Recipe
+from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import DOES_NOT_FIT, Footprint, footprint, free_for_instance, rank_footprint, weights_alone
+from stretto.setup.memory import (
+    DOES_NOT_FIT,
+    MOST_SHARE,
+    Footprint,
+    footprint,
+    free_for_instance,
+    rank_footprint,
+    share_limits,
+    weights_alone,
+)
 from stretto.setup.memory_sizes import gib, holds_several, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
 from stretto.training.options import LEAST_MICRO_TOKENS
 
 MOST_RANKS = 64  # of a trainer, that are tried
+SHORT_TOKENS = 256  # a completion that is never too long
 MOST_GIB = 1024  # of a device, that are tried if no number of the planned ones would do
 
 
@@ -105,7 +115,8 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
 def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices, why: str = "") -> str:
     """Returns a sentence on how many devices of this size would do, and with which options."""
     begun = f"{why[:1].upper()}{why[1:]}; on a cluster" if why else ""
-    found = smallest_fit(recipe, config, longest_prompt, planned)
+    raised = _with_enough_share(recipe, config, longest_prompt, planned)
+    found = smallest_fit(raised, config, longest_prompt, planned)
     if found is not None:
         said = _devices(recipe, found, planned, moved=bool(why))
         fewer = fewer_instances(found, planned)
@@ -113,14 +124,58 @@ def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: Planned
         return f"{begun} {said}{on_less}" if begun else f"{said}{on_less}"
     said = f"no number of devices of {planned.gib:g} GiB would do"
     said = f"{begun}, too, {said}" if begun else f"{said[:1].upper()}{said[1:]}"
-    larger = smallest_size(recipe, config, longest_prompt, planned)
-    found = None if larger is None else smallest_fit(recipe, config, longest_prompt, larger)
-    return said if larger is None or found is None else f"{said}. {_devices(recipe, found, larger, moved=bool(why))}"
+    larger = smallest_size(raised, config, longest_prompt, planned)
+    found = None if larger is None else smallest_fit(raised, config, longest_prompt, larger)
+    if larger is None or found is None:
+        return f"{said}. {_too_large(raised, config, longest_prompt, planned)}"
+    return f"{said}. {_devices(recipe, found, larger, moved=bool(why))}"
+
+
+def _with_enough_share(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe:
+    """Returns the recipe with the least `engine.gpu_memory` that an instance fits in, or the most if none is enough.
+
+    The recipe itself if an instance fits in its own share, or if the share is not what limits it.
+    """
+    own = recipe.engine.gpu_memory
+    if own is None or not share_limits(recipe) or own >= MOST_SHARE:
+        return recipe
+    hundredths = range(int(own * 100) + 1, int(MOST_SHARE * 100) + 1)
+    shares = [recipe, *(with_section(recipe, "engine", gpu_memory=each / 100) for each in hundredths)]
+    at = bisect_left(shares, True, key=lambda each: _fits(_instance, each, config, longest_prompt, planned))
+    return shares[min(at, len(shares) - 1)]
+
+
+def _too_large(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> str:
+    """Returns a sentence on the option that is too large for every size that is tried; on the sizes if it is none."""
+    most = PlannedDevices(planned.count, float(max(MOST_GIB, planned.gib)))
+    rollout, lengths = recipe.rollout, {"rollout": recipe.rollout.max_tokens}
+    lengths["evaluation"] = recipe.evaluation.max_tokens or 0
+    longest = max(lengths, key=lambda section: lengths[section])
+    short = with_section(recipe, longest, max_tokens=SHORT_TOKENS)
+    tried = {
+        f"rollout.prefill_tokens = {rollout.prefill_chunk_tokens}": (
+            with_section(recipe, "rollout", prefill_tokens=PREFILL_TOKENS),
+            longest_prompt,
+        ),
+        f"rollout.kv_tokens = {rollout.kv_tokens}": (with_section(recipe, "rollout", kv_tokens=None), longest_prompt),
+        f"rollout.rows = {recipe.plan.rows}": (
+            with_section(recipe, "rollout", rows=recipe.runtime.instances),
+            longest_prompt,
+        ),
+        f"{longest}.max_tokens = {lengths[longest]}": (short, min(longest_prompt, SHORT_TOKENS)),
+    }
+    for option, (other, prompt) in tried.items():
+        *_, lean = _trainings(other, prompt)
+        if _smallest(lean, config, prompt, most) is not None:
+            return f"`{option}` is too large for devices of {most.gib:g} GiB, too: lower it"
+    return f"Devices of {most.gib:g} GiB would not do, either: use a smaller model"
 
 
 def _devices(recipe: Recipe, found: Recipe, planned: PlannedDevices, *, moved: bool) -> str:
     """Returns a sentence on how many devices `found` takes, and how it differs from the recipe."""
     changed = ['`runtime.type = "ray"`'] if moved else []
+    if found.engine.gpu_memory != recipe.engine.gpu_memory:
+        changed.append(f"`engine.gpu_memory = {found.engine.gpu_memory:g}`")
     if found.engine.tensor_parallel != recipe.engine.tensor_parallel:
         changed.append(f"`engine.tensor_parallel = {found.engine.tensor_parallel}`")
     if found.runtime.slots != recipe.runtime.slots:

@@ -567,6 +567,13 @@ async def _try_worker(recipe: OneTaskRecipe, task: Task, tokenizer: Any) -> str:
     return f"in {count} worker process{'es' * (count > 1)} (one starts in {took_s:.1f} s and takes {memory >> 20} MiB)"
 
 
+def refuse_long_completions(recipe: Recipe, model_path: str, context: int) -> None:
+    """Raises `RecipeError` if a completion of some task alone would fill the `context` of the model."""
+    for part in recipe.parts:
+        with of_task(part.task.label if isinstance(recipe.task, tuple) else None):
+            _prompt_limits(part, model_path, context)
+
+
 def _prompt_limits(recipe: OneTaskRecipe, model_path: str, context: int) -> tuple[int, int]:
     """Returns the longest prompts of rollout and of evaluation that context and KV cache leave room for."""
     evaluation = recipe.evaluation.max_tokens or recipe.rollout.max_tokens

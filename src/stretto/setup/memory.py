@@ -29,7 +29,8 @@ is too high, the cache is smaller than it could be. The sizes themselves are in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,7 @@ from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
-from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes
+from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes, with_section
 from stretto.setup.memory_sizes import (
     GIB,
     activation_bytes,
@@ -66,11 +67,13 @@ from stretto.setup.memory_sizes import (
 )
 from stretto.setup.reward_model_memory import reward_model_footprint
 from stretto.setup.teacher_memory import teachers_footprint
+from stretto.training.options import LEAST_MICRO_TOKENS
 from stretto.training.sharding import SHARDED_FROM
 
 KV_BYTES_BY_DEFAULT = 4 * GIB  # cap of the KV cache on the CPU, unless the recipe sets one
 SLACK_SHARE = 0.05  # of the memory that is free at the start
 DOES_NOT_FIT = "the run does not fit: "
+MOST_SHARE = 0.95  # of a device, that `engine.gpu_memory` is advised to be
 MIN_TRAJECTORIES = 2  # of the longest kind that must fit at once; one alone is never batched
 
 
@@ -135,13 +138,11 @@ def free_for_instance(recipe: Recipe, device: torch.device, planned: PlannedDevi
     """
     if device.type != "cuda":
         return None
-    shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
-    share = min([1.0, *(each for each in shares if each is not None)])
     if planned is not None:
         free = total = planned_bytes(recipe, planned)
     else:
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
-    return min(free, int(total * share)) * recipe.engine.tensor_parallel
+    return min(free, int(total * _device_part(recipe))) * recipe.engine.tensor_parallel
 
 
 def footprint(
@@ -161,18 +162,23 @@ def footprint(
     `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
-    total = free
+    asked = total = free
     if on_cuda and free is None:
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
-    need = without_kv(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free or 0)
+    counted = count_weights(recipe, config, device)
+    need = without_kv(recipe, config, counted, longest_prompt, device, free or 0)
     if not trains:
         need = _instance_alone(need)
     if free is not None and on_cuda:
-        per_token = _kv_bytes_on_cuda(recipe, config, device)
-        advice = remedies(recipe, longest_prompt, trains=trains, here=here)
+        per_token, known = _kv_bytes_on_cuda(recipe, config, device), free
         room = max(0, _room_for_kv(recipe, need, free, total or free))
         one = longest_trajectory(recipe, longest_prompt)
-        tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advice)
+
+        def advise() -> str:
+            model = _Planned(config, counted, longest_prompt, device, asked, trains)
+            return _advice(recipe, model, need, known, here=here)
+
+        tokens = _kv_tokens_on_cuda(recipe, need, one, per_token, free, room, advise)
     else:
         text = config.get_text_config()
         per_token = kv_bytes_per_token(text, records_routing=recipe.training.records_routing)
@@ -382,11 +388,12 @@ def _room_of_instances(recipe: Recipe, need: Footprint, total: int) -> int:
 
 
 def _kv_tokens_on_cuda(
-    recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, room: int, advice: str
+    recipe: Recipe, need: Footprint, one: int, per_token: int, free: int, room: int, advise: Callable[[], str]
 ) -> int:
     """Returns the KV tokens of one instance: its share of the `room` that is left, at most what its rows can need.
 
-    `one` is the length of the longest trajectory. Raises `RecipeError` with `advice` if too little memory is left.
+    `one` is the length of the longest trajectory. Raises `RecipeError` with what `advise` returns if too little
+    memory is left.
     """
     rows, instances = engine_rows(recipe), instances_per_device(recipe)
     left = room // (per_token * instances)
@@ -399,14 +406,100 @@ def _kv_tokens_on_cuda(
         )
         if instances > 1:
             what = f"on each of `runtime.instances = {instances}` {what}"
-        if need.one_base > free:
-            cut = recipe.engine.type == "vllm" and recipe.runtime.type == "ray"
-            advice = weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
+        has = f"{gib(free)} of the device are free"
+        if share_limits(recipe):
+            has = f"`engine.gpu_memory = {recipe.engine.gpu_memory:g}` leaves it {gib(free)} of the device"
         raise RecipeError(
-            f"{DOES_NOT_FIT}{gib(free)} of the device are free; {need}; that leaves "
-            f"{gib(room)} for KV, and {what} {gib(least * per_token)}. {advice}"
+            f"{DOES_NOT_FIT}{has}; {need}; that leaves {gib(room)} for KV, and {what} {gib(least * per_token)}. "
+            f"{advise()}"
         )
     return least if named and least else min(rows * one, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The model and the memory of a plan, to try other options of its recipe with."""
+
+    config: Any
+    counted: Counted
+    longest_prompt: int
+    device: torch.device
+    free: int | None  # as `footprint` was given it
+    trains: bool
+
+    def fits(self, recipe: Recipe) -> bool:
+        """True if the run fits the same memory with another recipe of the same engine."""
+        return self._spare(recipe, self.counted, self.free) >= 0
+
+    def fits_with_engine(self, recipe: Recipe) -> bool:
+        """True if the run fits the same memory with another engine or number of instances."""
+        return self._spare(recipe, count_weights(recipe, self.config, self.device), self.free) >= 0
+
+    def fits_with_share(self, recipe: Recipe, share: float) -> bool:
+        """True if the run fits with another `engine.gpu_memory`. On a cluster that changes the memory to plan with."""
+        other, free = with_section(recipe, "engine", gpu_memory=share), self.free
+        if free is not None and recipe.runtime.type == "ray":
+            free = int(free * _device_part(other) / _device_part(recipe))
+        return self._spare(other, self.counted, free) >= 0
+
+    def _spare(self, recipe: Recipe, counted: Counted, free: int | None) -> int:
+        prompt, device = self.longest_prompt, self.device
+        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)
+
+
+def _device_part(recipe: Recipe) -> float:
+    """Returns the share of a device that an instance on a cluster may use."""
+    shares = (recipe.runtime.instance_gpus, recipe.engine.gpu_memory)
+    return min([1.0, *(each for each in shares if each is not None)])
+
+
+def share_limits(recipe: Recipe) -> bool:
+    """True if `engine.gpu_memory` sets the memory of an instance on a cluster."""
+    if recipe.runtime.type != "ray" or recipe.engine.gpu_memory is None:
+        return False
+    return _device_part(with_section(recipe, "engine", gpu_memory=None)) > recipe.engine.gpu_memory
+
+
+def _advice(recipe: Recipe, planned: _Planned, need: Footprint, free: int, *, here: bool) -> str:
+    """Returns what to change if too little memory is left for the KV cache. Names nothing that cannot be enough."""
+    share = recipe.engine.gpu_memory
+    if share is not None:
+        shares = [each / 100 for each in range(int(share * 100) + 1, int(MOST_SHARE * 100) + 1)]
+        at = bisect_left(shares, True, key=lambda each: planned.fits_with_share(recipe, each))
+        if at < len(shares):
+            return f"Raise `engine.gpu_memory` (now {share:g}) to at least {shares[at]:g}"
+    cut = recipe.engine.type == "vllm" and recipe.runtime.type == "ray"
+    if need.one_base > (free / _device_part(recipe) if share_limits(recipe) else free):
+        return weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
+    advice = remedies(recipe, planned.longest_prompt, trains=planned.trains, here=here)
+    if recipe.engine.type != "vllm" or recipe.runtime.type != "local":
+        return advice
+    least = _least_options(recipe)
+    if not planned.fits_with_engine(least):
+        two = count_weights(least, planned.config, planned.device).base
+        if two > free // 2:  # else long trajectories are the reason
+            advice = (
+                f"The weights alone take {gib(two)}, because the trainer and vLLM have a copy each: use a larger "
+                "device or a smaller model"
+            )
+    native = with_section(recipe, "engine", type="native", gpu_memory=None)
+    without_share = "" if share is None else " without `engine.gpu_memory`"
+    for each in (native, with_section(native, "training", checkpointing=True)):
+        if planned.fits_with_engine(each):
+            more = "" if each is native else " with `training.checkpointing = true`"
+            return f'{advice}. `engine.type = "native"` would fit{more}{" and" * bool(more and share)}{without_share}'
+    return advice
+
+
+def _least_options(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the least memory that options other than lengths can lead to."""
+    rollout: dict[str, Any] = {"rows": 1, "kv_tokens": None, "prefill_tokens": PREFILL_TOKENS}
+    if recipe.paradigm.staleness is None:
+        rollout["staleness"] = 0
+    lean = with_section(recipe, "rollout", **rollout)
+    lean = with_section(lean, "engine", gpu_memory=None)
+    lean = with_section(lean, "training", checkpointing=True, micro_tokens=LEAST_MICRO_TOKENS)
+    return with_section(lean, "runtime", instances=1 if recipe.model.lora is not None else lean.plan.slots)
 
 
 def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: bool = True) -> str:
@@ -420,8 +513,10 @@ def remedies(recipe: Recipe, longest_prompt: int, *, trains: bool = True, here: 
         *[micro_tokens] * (trains and holds_several(recipe, longest_prompt)),
         f"`rollout.rows` (now {recipe.plan.rows})",
         f"`rollout.max_tokens` (now {rollout.max_tokens})",
-        f"`rollout.staleness` (now {recipe.plan.staleness}: {recipe.num_slots} versions)",
     ]
+    if recipe.plan.staleness and recipe.paradigm.staleness is None:
+        cap = "_cap" if recipe.plan.auto else ""
+        lower.append(f"`rollout.staleness{cap}` (now {recipe.plan.staleness}: {recipe.num_slots} versions)")
     if rollout.prefill_chunk_tokens > PREFILL_TOKENS:
         lower.append(f"`rollout.prefill_tokens` (now {rollout.prefill_chunk_tokens})")
     if instances_per_device(recipe) > 1:

@@ -17,6 +17,7 @@ from stretto.errors import RecipeError
 from stretto.models.loading import load_config
 from stretto.models.lora import adapted_modules
 from stretto.models.routing import is_mixture
+from stretto.recipe.engine_checks import refused_mixture
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import expert_targets
@@ -49,10 +50,7 @@ def check_vllm_model(recipe: Recipe, config: Any) -> None:
             'serves no mixture of experts at all: use "native"'
         )
     if is_mixture(config):
-        raise RecipeError(
-            f'`engine.type = "vllm"` is refused with `model.path = {recipe.model.path!r}`, a mixture of experts: vLLM '
-            'and the trainer may route a token to different experts; use "native"'
-        )
+        raise RecipeError(refused_mixture(recipe.model.path))
     if devices not in (fitting := fitting_parallel(text)):
         heads, kv_heads, width, words = _divided(text)
         raise RecipeError(
