@@ -444,7 +444,7 @@ class _Planned:
 
     def _spare(self, recipe: Recipe, counted: Counted, free: int | None) -> int:
         prompt, device = self.longest_prompt, self.device
-        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)
+        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)[0]
 
 
 def _device_part(recipe: Recipe) -> float:
