@@ -195,22 +195,18 @@ def spare_bytes(
     *,
     free: int | None = None,
     trains: bool = True,
-) -> tuple[int, int]:
+) -> int:
     """Returns the bytes on CUDA that are left beside the plan and the smallest KV cache; below 0 if these do not fit.
 
-    The second number is what is left beside the cache that all rows can need. `free` and `trains` are those of
-    `footprint`.
+    `free` and `trains` are those of `footprint`.
     """
     total = free
     if free is None:
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
     need = without_kv(recipe, config, counted, longest_prompt, device, free)
     room = _room_for_kv(recipe, need if trains else _instance_alone(need), free, total or free)
-    one = longest_trajectory(recipe, longest_prompt)
-    least = _least_kv_tokens(recipe, one)
-    most = least if recipe.rollout.kv_tokens is not None else engine_rows(recipe) * one
-    per_token = instances_per_device(recipe) * _kv_bytes_on_cuda(recipe, config, device)
-    return room - least * per_token, room - most * per_token
+    tokens = instances_per_device(recipe) * _least_kv_tokens(recipe, longest_trajectory(recipe, longest_prompt))
+    return room - tokens * _kv_bytes_on_cuda(recipe, config, device)
 
 
 def rank_footprint(
@@ -444,7 +440,7 @@ class _Planned:
 
     def _spare(self, recipe: Recipe, counted: Counted, free: int | None) -> int:
         prompt, device = self.longest_prompt, self.device
-        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)[0]
+        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)
 
 
 def _device_part(recipe: Recipe) -> float:

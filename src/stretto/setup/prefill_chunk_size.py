@@ -1,9 +1,9 @@
 """The number of tokens that `rollout.prefill_tokens = "auto"` means on a GPU.
 
 Large prefills fill the device better, and attention within one chunk does without pages. But their workspace takes
-memory from the KV cache, and fewer rows cost more than larger prefills gain. So a larger chunk is chosen only if its
-workspace has room beside the KV cache of all rows, or takes at most `SHARE` of what the cache can have. A plan that
-fits with the smallest chunk fits with the chosen one too.
+memory from micro-batches and the KV cache, which is worth more on a small device. So a larger chunk is chosen only if
+its workspace takes at most `SHARE` of the memory that is free at the start. A plan that fits with the smallest chunk
+fits with the chosen one too.
 
 In a run in one process the number is recorded. On a cluster the recipe keeps `auto`, and each instance chooses for its
 own device.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
-from stretto.setup.device import choose_dtype, with_section
+from stretto.setup.device import choose_dtype, free_bytes, with_section
 from stretto.setup.memory import count_weights, instances_per_device, spare_bytes
 from stretto.setup.memory_sizes import engine_bytes
 from stretto.setup.micro_batch_size import SIZES as MICRO_SIZES
@@ -25,7 +25,7 @@ from stretto.setup.micro_batch_size import SIZES as MICRO_SIZES
 log = logging.getLogger(__name__)
 
 SIZES = (8_192, 4_096, PREFILL_TOKENS)
-SHARE = 0.02  # of the memory that KV can have
+SHARE = 0.02  # of the memory that is free at the start
 
 
 def with_prefill_tokens(
@@ -53,12 +53,12 @@ def with_prefill_tokens(
     if recipe.training.micro_tokens == "auto":
         least = with_section(smallest, "training", micro_tokens=MICRO_SIZES[-1])
     counted = count_weights(recipe, config, device)
-    spare, beside_all_rows = spare_bytes(least, config, counted, longest_prompt, device, free=free, trains=trains)
+    spare = spare_bytes(least, config, counted, longest_prompt, device, free=free, trains=trains)
     text, dtype = config.get_text_config(), choose_dtype(recipe.model.dtype, device)
     engines = instances_per_device(recipe) * recipe.engine.tensor_parallel
     workspaces = [engines * engine_bytes(each, text, counted.model, dtype) for each in sized]
     more = (workspace - workspaces[-1] for workspace in workspaces)
-    most = max(SHARE * spare, beside_all_rows)
+    most = min(spare, SHARE * (free_bytes(recipe, device) if free is None else free))
     return next(each for each, extra in zip(sized, more, strict=True) if extra <= most or each is smallest)
 
 
@@ -80,7 +80,7 @@ def describe_prefill_tokens(asked: Recipe, recipe: Recipe) -> list[str]:
     elif size == SIZES[0]:
         why = f"the largest of {', '.join(map(str, SIZES))}"
     else:
-        why = "the workspace of a larger one would take memory from KV"
+        why = "the workspace of a larger one would take too much of the memory"
     chooses = recipe.runtime.type == "ray" and not recipe.runtime.deterministic
     where = "; each instance chooses for its own device" if chooses else ""
     return [f"`rollout.prefill_tokens = {size}` (auto): {why}{where}"]
