@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -64,12 +64,13 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     ]
     shared = {"model": Path(options.model).name, "updates": options.updates, "reward": options.reward.split(":")[-1]}
     shared |= {} if options.engine == "native" else {"engine": options.engine}
-    groups = {} if options.in_flight is None else {"in_flight": options.in_flight}
+    asynchronous = {"in_flight": options.in_flight, "rows": options.rows}
+    given = {name: value for name, value in asynchronous.items() if value is not None}
     return [
         Cell(
             "gsm8k",
             "native",
-            {**shared, "paradigm": paradigm, "staleness": bound, "seed": seed, **(groups if bound else {})},
+            {**shared, "paradigm": paradigm, "staleness": bound, "seed": seed, **(given if bound else {})},
         )
         for seed in options.seeds
         for paradigm, bound in kinds
@@ -94,6 +95,8 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
         given.append(f"rollout.staleness={cell.parameters['staleness']}")
         if options.in_flight is not None:
             given.append(f"rollout.in_flight={json.dumps(options.in_flight)}")
+        if options.rows is not None:
+            given.append(f"rollout.rows={options.rows}")
     return load_recipe(options.recipe, [*given, *options.set], compare_as=str(cell.parameters["paradigm"]))
 
 
@@ -284,6 +287,11 @@ def folder_of(cell: Cell, options: argparse.Namespace) -> Iterator[Path]:
         yield Path(scratch) / "run"
 
 
+def groups(text: str) -> int | Literal["full"]:
+    """A value of `rollout.in_flight`."""
+    return "full" if text == "full" else int(text)
+
+
 def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -294,7 +302,12 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=["native", "vllm"], default="native", help="`engine.type`")
     parser.add_argument("--paradigms", type=words, default=["multi-version"])
     parser.add_argument("--staleness", type=integers, default=[2])
-    parser.add_argument("--in-flight", choices=["full"], help="`rollout.in_flight`; default: 1.5 batches")
+    parser.add_argument(
+        "--in-flight", type=groups, help='`rollout.in_flight`: groups, or "full"; default: the recipe\'s'
+    )
+    parser.add_argument(
+        "--rows", type=int, help="`rollout.rows`, of runs that are not synchronous; default: the recipe's"
+    )
     parser.add_argument("--seeds", type=integers, default=[0])
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="updates between evaluations")

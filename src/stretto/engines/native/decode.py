@@ -46,7 +46,10 @@ from stretto.engines.native.sampling import Truncation, sample, uniforms
 from stretto.engines.native.versions import Slots
 from stretto.models.triton_jit import power_of_two
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048,
+    2560, 3072, 4096, 5120, 6144, 8192,
+)  # fmt: skip
 SHARED_SHARE = 0.2  # of the context: if rows have so much in common, it is worth reading once
 FIXED_CHUNK = 256  # tokens of context an item has if results must not depend on neighbours
 
