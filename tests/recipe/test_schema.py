@@ -138,7 +138,11 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
         ({"rollout": {"top_k": MAX_SUPPORT + 1}}, "`rollout.top_k"),
         ({"rollout": {"top_k": 1}}, "`rollout.top_k = 1` leaves nothing to learn from"),
         ({"rollout": {"stop": ["a", ""]}}, '`rollout.stop[1] = ""` must be a string that is not empty'),
-        ({"rollout": {"rows": 193}}, "`rollout.rows = 193` has no effect above 192"),
+        (
+            {"rollout": {"rows": 193}, "runtime": {"device": "cpu"}},
+            "`rollout.rows = 193` has no effect above 192",
+        ),
+        ({"rollout": {"rows": 193, "in_flight": 24}}, "`rollout.rows = 193` has no effect above 192"),
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` is too small for one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` never ends"),
         ({"runtime": {"instances": 129}}, "`runtime.instances = 129` has no effect above `rollout.rows = 128`"),
@@ -484,7 +488,7 @@ def test_redundancy_starts_more_groups_and_members(paradigm: str) -> None:
         ({"groups": 31}, {}, "`rollout.redundancy.groups = 31` is less than `rollout.prompts = 32`"),
         ({"groups": 36, "members": 7}, {}, "`rollout.redundancy.members = 7` is less than `rollout.group = 8`"),
         ({"groups": 36}, {"paradigm": "drop"}, "`rollout.redundancy` has no effect under `drop`"),
-        ({"groups": 36}, {"rows": 500}, "`rollout.rows = 500` has no effect above 416"),
+        ({"groups": 36}, {"rows": 500, "in_flight": 48}, "`rollout.rows = 500` has no effect above 416"),
     ],
 )
 def test_redundancy_that_does_nothing_or_cannot_be_is_refused(

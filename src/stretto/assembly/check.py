@@ -41,6 +41,7 @@ from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
 from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
 from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
+from stretto.setup.rollout_rows import describe_rows, with_rows
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
@@ -89,6 +90,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     check_architecture(recipe, config, longest)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     assumed = longest or recipe.rollout.max_tokens
+    recipe = with_rows(recipe, config, assumed, device, free=free)
     recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
     recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
     memory = _memory(recipe, asked, longest, config, planned)
@@ -97,6 +99,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
         *of_engine,
         *describe_routing(recipe, config, assumed),
         *of_inputs,
+        *describe_rows(asked, recipe),
         *describe_prefill_tokens(asked, recipe),
         *describe_micro_tokens(asked, recipe, assumed),
         *trackers,

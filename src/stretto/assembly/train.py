@@ -89,6 +89,7 @@ from stretto.setup.inputs import passed_variables, read_tasks
 from stretto.setup.loaded_models import model_digests
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.setup.prefill_chunk_size import with_prefill_tokens
+from stretto.setup.rollout_rows import with_rows
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
@@ -173,6 +174,7 @@ def train(
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         config, longest = load_config(model_path), driver.inputs.longest_prompt
+        recipe = with_rows(recipe, config, longest, device)
         recipe = with_prefill_tokens(recipe, config, longest, device)
         recipe = with_micro_tokens(recipe, config, longest, device)
         changes = accepted_changes(recipe, folder) if resume else []

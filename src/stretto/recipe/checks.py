@@ -232,12 +232,9 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         if not refused:
             yield re.sub(r"`(in_flight|rows|staleness)`", r"`rollout.\1`", str(error))
         return
-    most = plan.most_trajectories
-    if plan.rows > most:
-        yield (
-            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the "
-            f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
-        )
+    # The groups that are in flight by default depend on the device, so that one has to be known.
+    if rollout.in_flight is not None or recipe.runtime.device != "auto" or recipe.paradigm.one_batch:
+        yield from idle_rows(plan)
     yield from _impossible_pool(recipe, plan)
     yield from impossible_full_versions(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)
@@ -247,6 +244,16 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         yield (
             f"`rollout.kv_tokens = {rollout.kv_tokens}` is too small for one completion of `max_tokens = {longest}` "
             f"and a prompt{each}; use at least {least}, or leave it out"
+        )
+
+
+def idle_rows(plan: Plan) -> Iterable[str]:
+    """Refuses more rows than there are trajectories in flight."""
+    most = plan.most_trajectories
+    if plan.rows > most:
+        yield (
+            f"`rollout.rows = {plan.rows}` has no effect above {most}, the trajectories of the "
+            f"{plan.in_flight + plan.reserve_groups} groups in flight; use at most {most}, or raise `rollout.in_flight`"
         )
 
 

@@ -33,6 +33,7 @@ PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # a validation context: checks types only
 MAX_SEED = 2**63 - 1  # the limit of torch generators and of TOML
 MAX_THREADS = 4_096  # of one process; torch itself takes more only to fail
+GPU_BATCHES = 3  # in flight by default, if a recipe `starts_ahead`
 PREFILL_TOKENS = 2_048  # of `prefill_tokens = "auto"` on a CPU; the fewest on a GPU
 
 
@@ -165,12 +166,16 @@ class RolloutSection(Options):
         "`always`: one each",
     )
     rows: int | None = Field(
-        None, ge=1, description="Target number of running trajectories; default: B * G, or what `redundancy` starts"
+        None,
+        ge=1,
+        description="Target number of running trajectories; default: B * G, or what `redundancy` starts; in one "
+        "process on a GPU with the native engine all trajectories in flight, fewer if memory is short (`stretto check` "
+        "prints the number)",
     )
     in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
         None,
         description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
-        "default: 1.5 * B",
+        "default: 1.5 * B, in one process on a GPU with the native engine 3 * B; never more than with `full`",
     )
     max_tokens: int = Field(
         256, ge=1, description="Most tokens of a completion; with several turns, of everything after the prompt"
@@ -407,6 +412,15 @@ class Recipe(Options):
         return PARADIGMS[self.rollout.paradigm]
 
     @property
+    def starts_ahead(self) -> bool:
+        """True if more groups are in flight by default, and all of them run: many rows of a GPU cost little more.
+
+        Measured with the native engine in one process (`docs/performance.md`). On a CPU, rows cost what they compute.
+        """
+        of_gpu = self.runtime.device == "cuda" and self.runtime.type == "local" and self.engine.type == "native"
+        return of_gpu and not self.paradigm.one_batch
+
+    @property
     def plan(self) -> Plan:
         """The parameters of the core."""
         rollout = self.rollout
@@ -417,9 +431,14 @@ class Recipe(Options):
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
         reserve = rollout.redundancy if self.paradigm.allows_redundancy else None
         groups, members = (None, None) if reserve is None else (reserve.groups, reserve.members)
-        in_flight = rollout.in_flight
+        reserve_groups = 0 if groups is None else groups - rollout.prompts
+        reserve_members = 0 if members is None else members - rollout.group
+        in_flight, rows, most = rollout.in_flight, rollout.rows, ((bound or 0) + 1) * rollout.prompts
         if in_flight == "full":
-            in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
+            in_flight = None if self.paradigm.one_batch else most
+        if self.starts_ahead:
+            in_flight = min(GPU_BATCHES * rollout.prompts, most) if in_flight is None else in_flight
+            rows = (in_flight + reserve_groups) * (rollout.group + reserve_members) if rows is None else rows
         return resolve_plan(
             rollout.paradigm,
             batch=rollout.prompts,
@@ -427,15 +446,15 @@ class Recipe(Options):
             updates=self.training.steps,
             staleness=None if self.paradigm.staleness is not None else bound,
             auto=auto,
-            rows=rollout.rows,
+            rows=rows,
             in_flight=in_flight,
             retries=rollout.retries,
             evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
             replay_groups=reused,
             replay_uses=replay.uses if replay is not None and reused else 0,
-            reserve_groups=0 if groups is None else groups - rollout.prompts,
-            reserve_members=0 if members is None else members - rollout.group,
+            reserve_groups=reserve_groups,
+            reserve_members=reserve_members,
             spread=rollout.spread,
         )
 

@@ -11,6 +11,7 @@ import torch
 
 from stretto.engines.native.capture_lock import release_cached
 from stretto.errors import RecipeError
+from stretto.recipe.checks import idle_rows
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.run.recipe_changes import RESOLVED_KEYS
@@ -66,6 +67,8 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     if device.type == "cpu":  # on CUDA memory decides: `setup/micro_batch_size.py`, `setup/prefill_chunk_size.py`
         recipe = with_section(recipe, "training", micro_tokens=recipe.training.micro_batch_tokens)
         recipe = with_section(recipe, "rollout", prefill_tokens=recipe.rollout.prefill_chunk_tokens)
+    for problem in idle_rows(recipe.plan):
+        raise RecipeError(problem)
     return recipe
 
 

@@ -54,6 +54,23 @@ def engine_rows(recipe: Recipe) -> int:
     return rows + min(recipe.num_answers, max(8, rows // 4))
 
 
+def batch_rows(recipe: Recipe) -> int:
+    """Returns the trajectories that are started for one update."""
+    plan = recipe.plan
+    return (plan.batch + plan.reserve_groups) * plan.members
+
+
+def wanted_kv_tokens(recipe: Recipe, one: int) -> int:
+    """Returns the KV tokens that the rows of an instance should have. `one` is the length of the longest trajectory.
+
+    Trajectories of one batch may start together and reach their longest together. If there are more rows, the others
+    began at other times, and are half grown on average.
+    """
+    rows = engine_rows(recipe)
+    beyond = min(rows, max(0, recipe.plan.rows - batch_rows(recipe)))
+    return (rows - beyond) * one + beyond * one // 2
+
+
 def kv_copies(recipe: Recipe, config: Any) -> int:
     """Returns how often an instance has the keys and values of a token: more devices than heads hold some twice."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

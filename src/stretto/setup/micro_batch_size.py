@@ -1,8 +1,8 @@
 """The number of tokens that `training.micro_tokens = "auto"` means on the GPU of one process; on a cluster it is 8,192.
 
 Each micro-batch costs the host a fixed time for its launches, and small ones do not fill the device. So the largest one
-that fits trains fastest. Its activations take memory from the KV cache: the cache keeps what all rows can need at their
-longest, or `KV_SHARE` of what both have together.
+that fits trains fastest. Its activations take memory from the KV cache: the cache keeps what the rows should have
+(`wanted_kv_tokens`), or `KV_SHARE` of what both have together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import Footprint, count_weights, instances_per_device, without_kv
-from stretto.setup.memory_sizes import batch_tokens, engine_rows, kv_bytes_per_token, longest_trajectory
+from stretto.setup.memory import Counted, Footprint, count_weights, instances_per_device, without_kv
+from stretto.setup.memory_sizes import batch_tokens, kv_bytes_per_token, longest_trajectory, wanted_kv_tokens
 from stretto.training.options import MICRO_TOKENS
 
 SIZES = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)
@@ -34,18 +34,24 @@ def with_micro_tokens(
     if recipe.runtime.type == "ray":  # ranks have other devices than the driver, and do not try smaller ones
         return with_section(recipe, "training", micro_tokens=MICRO_TOKENS)
     free = free_bytes(recipe, device) if free is None else free
-    counted = count_weights(recipe, config, device)
+    size = fitting_size(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free)
+    return with_section(recipe, "training", micro_tokens=size)
+
+
+def fitting_size(
+    recipe: Recipe, config: Any, counted: Counted, longest_prompt: int, device: torch.device, free: int
+) -> int:
+    """Returns the largest of `SIZES` that leaves enough for KV, or the smallest if none does."""
     one = longest_trajectory(recipe, longest_prompt)
     batch = batch_tokens(recipe, one)
-    chosen = recipe
     for size in SIZES:
-        chosen = with_section(recipe, "training", micro_tokens=size)
         if size >= 2 * batch:
             continue  # the next smaller one holds the whole batch, too
-        need = without_kv(chosen, config, counted, longest_prompt, device, free)
-        if _leaves_room(chosen, config, need, one, device, free):
-            break
-    return chosen
+        sized = with_section(recipe, "training", micro_tokens=size)
+        need = without_kv(sized, config, counted, longest_prompt, device, free)
+        if _leaves_room(sized, config, need, one, device, free):
+            return size
+    return SIZES[-1]
 
 
 def describe_micro_tokens(asked: Recipe, recipe: Recipe, longest_prompt: int) -> list[str]:
@@ -69,5 +75,5 @@ def _leaves_room(recipe: Recipe, config: Any, need: Footprint, one: int, device:
     both = free - (need.without_kv - need.working)
     if recipe.rollout.kv_tokens is not None:
         return need.working <= both - recipe.rollout.kv_tokens * per_token
-    tokens = engine_rows(recipe) * one * instances_per_device(recipe)
+    tokens = wanted_kv_tokens(recipe, one) * instances_per_device(recipe)
     return need.working <= both - min(tokens * per_token, KV_SHARE * both)

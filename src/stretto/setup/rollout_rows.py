@@ -1,0 +1,85 @@
+"""The number of rows that a run on a GPU has if `rollout.rows` is left out and memory is short.
+
+By default every trajectory in flight has a row. Rows cost memory: buffers for their logits, and KV. So there are fewer,
+in steps of half a batch and never below one batch, unless all of this holds:
+
+- the buffers of the rows beyond one batch take at most `SHARE` of the memory that is free at the start;
+- the KV that the rows should have takes at most the share that micro-batches leave to it. With less, rows would push
+  each other out of the cache;
+- micro-batches are as large as with one batch of rows, or `MICRO_TOKENS` at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import choose_dtype, free_bytes, with_section
+from stretto.setup.memory import count_weights, instances_per_device, without_kv
+from stretto.setup.memory_sizes import (
+    batch_rows,
+    engine_bytes,
+    kv_bytes_per_token,
+    longest_trajectory,
+    wanted_kv_tokens,
+)
+from stretto.setup.micro_batch_size import KV_SHARE, fitting_size
+
+SHARE = 0.05  # of the memory that is free at the start
+MICRO_TOKENS = 16_384  # of a micro-batch; larger ones gain little
+
+
+def with_rows(
+    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int | None = None
+) -> Recipe:
+    """Returns the recipe with a number for `rollout.rows`, if it is left out and memory is too short for the default.
+
+    `free` are the bytes to plan with; None asks the device. The number is the same for the same memory, recipe and
+    prompts. Call it before `with_prefill_tokens` and `with_micro_tokens`, which plan beside the rows.
+    """
+    batch, most = batch_rows(recipe), recipe.plan.rows
+    if recipe.rollout.rows is not None or not recipe.starts_ahead or most <= batch:
+        return recipe
+    free = free_bytes(recipe, device) if free is None else free
+    counted, dtype = count_weights(recipe, config, device), choose_dtype(recipe.model.dtype, device)
+    text, instances, one = (
+        config.get_text_config(),
+        instances_per_device(recipe),
+        longest_trajectory(recipe, longest_prompt),
+    )
+    per_token = kv_bytes_per_token(text, dtype, records_routing=recipe.training.records_routing)
+
+    def buffers(sized: Recipe) -> int:
+        return instances * engine_bytes(sized, text, counted.model, dtype)
+
+    def micro_tokens(sized: Recipe) -> int:
+        if sized.training.micro_tokens != "auto":
+            return sized.training.micro_tokens
+        return fitting_size(sized, config, counted, longest_prompt, device, free)
+
+    least = with_section(recipe, "rollout", rows=batch)
+    for rows in range(most, batch, -max(1, batch // 2)):
+        sized = with_section(recipe, "rollout", rows=rows)
+        need = without_kv(sized, config, counted, longest_prompt, device, free)
+        room = KV_SHARE * (free - (need.without_kv - need.working))
+        if recipe.rollout.kv_tokens is not None:
+            room = recipe.rollout.kv_tokens * per_token
+        if (
+            instances * wanted_kv_tokens(sized, one) * per_token <= room
+            and buffers(sized) - buffers(least) <= SHARE * free
+            and micro_tokens(sized) >= min(MICRO_TOKENS, micro_tokens(least))
+        ):
+            return recipe if rows == most else sized
+    return least
+
+
+def describe_rows(asked: Recipe, recipe: Recipe) -> list[str]:
+    """Returns a line on the rows that memory allows, if they are fewer than the trajectories in flight."""
+    if asked.rollout.rows == recipe.rollout.rows:
+        return []
+    return [
+        f"`rollout.rows = {recipe.plan.rows}`: memory is too short for a row for each of the "
+        f"{recipe.plan.most_trajectories} trajectories in flight"
+    ]

@@ -1,0 +1,143 @@
+"""The groups in flight and the rows that a run on a GPU has by default, and how many rows memory has room for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3Config
+
+from stretto.assembly.check import check
+from stretto.errors import RecipeError
+from stretto.recipe.planned_devices import PlannedDevices
+from stretto.recipe.reading import parse_recipe
+from stretto.recipe.schema import Recipe
+from stretto.setup.device import CUDA, device_limit, resolved
+from stretto.setup.memory import footprint
+from stretto.setup.memory_sizes import GIB, wanted_kv_tokens
+from stretto.setup.micro_batch_size import with_micro_tokens
+from stretto.setup.rollout_rows import describe_rows, with_rows
+
+CPU = torch.device("cpu")
+QWEN_0_5B = Qwen2Config(
+    vocab_size=151_936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+    intermediate_size=4864, tie_word_embeddings=True,
+)  # fmt: skip
+QWEN_1_7B = Qwen3Config(
+    vocab_size=151_936, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=128, intermediate_size=6144, max_position_embeddings=40_960, tie_word_embeddings=True,
+)  # fmt: skip
+PROMPT = 250  # tokens of the longest prompt
+CARDS = (16, 22, 24, 40, 48, 80, 139)  # GiB
+
+
+def recipe(device: torch.device = CUDA, **sections: Any) -> Recipe:
+    rollout = {"prompts": 64, "group": 8, "max_tokens": 512, **sections.pop("rollout", {})}
+    model = {"path": "tiny", "lora": {"rank": 32}}
+    made = parse_recipe({"model": model, "task": {"type": "countdown-chain"}, "rollout": rollout, **sections})
+    return resolved(made, device)
+
+
+def chosen(made: Recipe, free_gib: float, config: Any = QWEN_0_5B) -> Recipe:
+    return with_rows(made, config, PROMPT, CUDA, free=int(free_gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "groups", "rows"),
+    [
+        ({}, 192, 1_536),
+        ({"staleness": 1}, 128, 1_024),
+        ({"staleness": 8}, 192, 1_536),
+        ({"staleness": "auto"}, 192, 1_536),
+        ({"in_flight": 100}, 100, 800),
+        ({"staleness": 4, "in_flight": "full"}, 320, 2_560),
+        ({"rows": 77}, 192, 77),
+        ({"paradigm": "synchronous"}, 64, 512),
+        ({"paradigm": "one-step-off"}, 64, 512),
+        ({"paradigm": "drop"}, 192, 1_536),
+        ({"redundancy": {"groups": 70, "members": 9}}, 192, (192 + 6) * 9),
+    ],
+)
+def test_on_a_gpu_three_batches_are_in_flight_and_all_of_them_run(
+    rollout: dict[str, Any], groups: int, rows: int
+) -> None:
+    plan = recipe(rollout=rollout).plan
+    assert (plan.in_flight, plan.rows) == (groups, rows)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [recipe(CPU), recipe(engine={"type": "vllm"}), recipe(runtime={"type": "ray"})],
+    ids=["CPU", "vLLM", "cluster"],
+)
+def test_elsewhere_one_and_a_half_batches_are_in_flight_and_one_runs(made: Recipe) -> None:
+    assert (made.plan.in_flight, made.plan.rows) == (96, 512)
+
+
+def test_rows_are_compared_with_the_groups_in_flight_once_the_device_is_known() -> None:
+    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": {"rows": 300, "prompts": 16}}
+    made = parse_recipe(raw)
+    assert resolved(made, CUDA).plan.rows == 300
+    with pytest.raises(RecipeError, match=r"`rollout\.rows = 300` has no effect above 192"):
+        resolved(made, CPU)
+
+
+def test_a_large_device_has_a_row_for_each_trajectory_in_flight_and_says_nothing() -> None:
+    asked = recipe()
+    made = chosen(asked, 139)
+    assert made == asked
+    assert describe_rows(asked, made) == []
+
+
+def test_a_small_card_has_fewer_and_says_why() -> None:
+    asked = recipe()
+    made = chosen(asked, device_limit(24) / GIB)
+    rows = made.rollout.rows
+    assert rows is not None
+    assert 512 <= rows < 1_536
+    assert describe_rows(asked, made) == [
+        f"`rollout.rows = {rows}`: memory is too short for a row for each of the 1536 trajectories in flight"
+    ]
+
+
+@pytest.mark.parametrize("config", [QWEN_0_5B, QWEN_1_7B], ids=["0.5B", "1.7B"])
+@pytest.mark.parametrize("card", CARDS)
+def test_rows_beyond_one_batch_have_their_kv_and_do_not_make_micro_batches_small(config: Any, card: int) -> None:
+    free = device_limit(card)
+    one_batch = recipe(rollout={"rows": 512})
+
+    def planned(made: Recipe) -> tuple[int, int]:
+        made = with_micro_tokens(made, config, PROMPT, CUDA, free=free)
+        return made.training.micro_batch_tokens, footprint(made, config, PROMPT, CUDA, free=free).kv_tokens
+
+    try:
+        least, _ = planned(one_batch)
+    except RecipeError:
+        with pytest.raises(RecipeError):
+            planned(chosen(recipe(), free / GIB, config))
+        return
+    made = chosen(recipe(), free / GIB, config)
+    micro, kv = planned(made)
+    assert micro >= min(16_384, least)
+    if made.plan.rows > 512:
+        assert kv >= wanted_kv_tokens(made, PROMPT + 512 + 32)
+
+
+def test_a_cache_of_a_given_size_limits_the_rows() -> None:
+    made = chosen(recipe(rollout={"kv_tokens": 700_000}), 139)
+    assert made.plan.rows == 1_024
+
+
+def test_a_number_of_the_recipe_stays() -> None:
+    asked = recipe(rollout={"rows": 1_500})
+    assert chosen(asked, 16) == asked
+
+
+def test_check_prints_what_memory_allows(tmp_path: Path) -> None:
+    QWEN_0_5B.save_pretrained(tmp_path)
+    raw = {"model": {"path": str(tmp_path), "lora": {"rank": 32}}, "task": {"type": "countdown-chain"}}
+    raw["rollout"] = {"prompts": 64, "group": 8, "max_tokens": 512}
+    large, small = (check(parse_recipe(raw), planned=PlannedDevices(1, gib)) for gib in (139.0, 24.0))
+    assert "192 groups in flight, 1536 rows" in large.memory
+    assert not any("rollout.rows" in note for note in large.notes)
+    assert any("memory is too short for a row for each of the 1536" in note for note in small.notes)
