@@ -29,8 +29,7 @@ from stretto.engines.native.kernels.decode_work_list import DecodePlan, Sharing,
 from stretto.engines.native.kernels.layers import _add_norm_kernel, activate
 from stretto.models.triton_jit import kernel, power_of_two, tl
 
-RESIDENT = 528  # programs that a device runs at once, for the number of programs that share a list of common pages
-MOST_SPLITS = 32
+MOST_SPLITS = 32  # programs that compute the common pages of one list, for each kv head
 
 
 class Tiling(NamedTuple):
@@ -553,14 +552,13 @@ def _own_kernel(  # type: ignore[no-untyped-def]
                                 values + kv_head * value_head + column[None, :], pages, start, end, scale, peak, total,
                                 sums, key_slot, value_slot, SIZE, BLOCK_N, BLOCK_SIZE, PAGE_SIZE, STAGES)  # fmt: skip
     if finished:
-        place = out + row.to(tl.int64) * out_row + head[:, None] * out_head + column[None, :]
-        tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)
+        target = out + row.to(tl.int64) * out_row + head[:, None] * out_head + column[None, :]
+        tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)
     else:
-        line = item * (KV_HEADS * GROUP) + head
-        place = partial_out + line.to(tl.int64)[:, None] * SIZE + column[None, :]
-        tl.store(place, sums, mask=real)
-        tl.store(partial_stats + line, peak, mask=there)
-        tl.store(partial_stats + stats_stride + line, total, mask=there)
+        part = item * (KV_HEADS * GROUP) + head
+        tl.store(partial_out + part.to(tl.int64)[:, None] * SIZE + column[None, :], sums, mask=real)
+        tl.store(partial_stats + part, peak, mask=there)
+        tl.store(partial_stats + stats_stride + part, total, mask=there)
 
 
 def merge(
@@ -620,7 +618,7 @@ def paged_decode(
     strides = (*q.stride()[:2], *keys.stride()[:2], *values.stride()[:2], table.stride(0))
     if sharing is not None:
         width = sharing.peers.shape[1]
-        splits = max(1, min(RESIDENT * width // (rows * kv_heads), MOST_SPLITS, max_items - rows))
+        splits = max(1, min(max_items // (2 * rows), MOST_SPLITS))  # chunks of a row, if all have as many
         _shared_kernel[(rows * kv_heads, splits)](
             q, keys, values, table, plan.first_item, sharing.pages, sharing.peers, plan.partial_out, plan.partial_stats,
             scale * LOG2_E, max_items, chunk, splits, plan.partial_stats.stride(0), *strides, KV_HEADS=kv_heads,

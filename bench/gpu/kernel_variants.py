@@ -4,10 +4,10 @@
     python -m bench.gpu.kernel_variants --kernels gate,attention --shapes qwen2.5-0.5b --rows 512,1536 --out RESULTS
     python -m bench.gpu.kernel_variants --compile-only       # registers, spills and shared memory; needs no GPU
 
-Each cell is a kernel, a model's shape and a number of rows. Its `variants` are microseconds a call: `CALLS` calls in one
-CUDA graph, the median of several replays. Each call has a `b` or a cache of its own, as each layer has, and the second
-level cache is emptied before a replay; activations are the same memory in every call, because the kernel before has
-just written them. `floor_us` is the time of the bytes that must move, at the rate of a copy that is measured in the
+Each cell is a kernel, a model's shape and a number of rows. Its `variants` are microseconds a call: `CALLS` calls in
+one CUDA graph, the median of several replays. Each call has a `b` or a cache of its own, as each layer has, and the
+second level cache is emptied before a replay; activations are the same memory in every call, because the kernel before
+has just written them. `floor_us` is the time of the bytes that must move, at the rate of a copy that is measured in the
 same process. Each candidate is compared with the product's result. One that does not compile, or is wrong, is recorded
 with its error, and is never the best.
 
@@ -49,13 +49,14 @@ from stretto.engines.native.kernels.decode_work_list import (
 from stretto.models.triton_jit import power_of_two
 
 KERNELS = ("gate", "add_norm", "split_heads", "merge", "attention")
-PEERS, PROMPT, PROMPT_SPREAD, ANSWER_SPREAD = 8, 128, 256, 216  # contexts of 130 to 600 tokens
+PEERS = 8  # rows of a prompt
 LONG_ROWS, LONG_CONTEXT = 16, 8_192
 CALLS, REPEATS = 24, 5
 COLD_BYTES = 160 * 2**20  # of what differs between the calls of a replay
 FLUSH_BYTES = 256 * 2**20
 LARGEST_ERROR = 5e-3  # relative difference from the product's result
 EPSILON, SCALE = 1e-6, 0.5
+REGISTERS, SHARED_BYTES, MOST_WARPS = 65_536, 233_472, 64  # of a multiprocessor of an H100 or H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ SHAPES = {
     "qwen2.5-1.5b": Shape(1536, 12, 2, 128, 8960, 32),
     "smollm2-135m": Shape(576, 9, 3, 64, 1536, 16),
 }
-TINY = {"tiny": Shape(40, 4, 2, 16, 48, 3)}
+TINY = {"tiny": Shape(24, 2, 1, 16, 24, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class Batch:
     rows: int
     slots: int
     context: int = 0  # of every row; 0: mixed contexts of rows that share their prompts
+    prompt: int = 128  # tokens of the shortest prompt; with what follows, contexts of 130 to 600 tokens
+    prompts: int = 256  # by which prompts differ
+    answers: int = 216  # by which answers differ
 
 
 @dataclass
@@ -145,29 +149,33 @@ def label(*constants: Any) -> str:
 
 
 def tilings(kernel: str, shape: Shape, batch: Batch) -> list[Tiling]:
-    """The constants that are tried for a kernel with adapters: few, by the number of rows."""
-    whole = power_of_two(batch.slots * shape.rank, 16)
-    half = max(16, min(64, whole // 2))
+    """The constants that are tried for a kernel with adapters: few, by the number of rows.
+
+    They leave room for several programs on a multiprocessor, as `--compile-only` shows, and none of them spills.
+    """
+    depth = min(32, power_of_two(batch.slots * shape.rank, 16))
+    few, middle = batch.rows <= 128, batch.rows <= 512
+    fused: list[Tiling] = []
     if kernel == "split_heads":
-        tiles = [(16, 4), (64, 4)] if batch.rows <= 512 else [(64, 4), (128, 8)]
-        return [Tiling(way, tile, 0, min(whole, 64), warps, 3) for way in ("all", "range") for tile, warps in tiles]
-    if kernel == "add_norm":
-        found = [Tiling("all", 16, 0, 16, 16, 3), Tiling("range", 16, 0, 16, 16, 2)]
-        tiles = [(16, 128, 4), (32, 64, 4)] if batch.rows <= 128 else [(32, 64, 4), (32, 128, 4), (64, 64, 4)]
-        if batch.rows > 512:
-            tiles = [(64, 64, 4), (64, 128, 8)]
-        found += [Tiling("all", tile, columns, half, warps, 3) for tile, columns, warps in tiles]
-        return [*found, *(Tiling("range", tile, columns, half, warps, 2) for tile, columns, warps in tiles[:2])]
-    if batch.rows <= 128:
-        return [Tiling("all", 16, 128, half, 4, 3), Tiling("all", 64, 64, half, 4, 3), Tiling("all", 64, 32, whole, 4, 1),
-                Tiling("range", 16, 128, half, 4, 2), Tiling("range", 64, 64, half, 4, 2)]  # fmt: skip
-    if batch.rows <= 512:
-        return [Tiling("all", 32, 128, half, 4, 3), Tiling("all", 64, 64, half, 4, 3), Tiling("all", 64, 128, half, 8, 3),
-                Tiling("all", 128, 64, half, 8, 3), Tiling("range", 32, 128, half, 4, 2),
-                Tiling("range", 64, 64, half, 4, 2)]  # fmt: skip
-    return [Tiling("all", 64, 64, half, 4, 3), Tiling("all", 64, 128, half, 8, 3), Tiling("all", 128, 64, half, 8, 3),
-            Tiling("all", 128, 128, half, 8, 3), Tiling("range", 64, 64, half, 4, 2),
-            Tiling("range", 64, 128, half, 8, 2), Tiling("range", 128, 64, half, 8, 2)]  # fmt: skip
+        every = [(16, 0, 4, 3), (32, 0, 4, 3)] if middle else [(32, 0, 4, 3), (64, 0, 8, 3)]
+        in_range = [(tile, 0, warps, 2) for tile, _, warps, _ in every]
+    elif kernel == "add_norm":
+        every = [(16, 64, 4, 3), (32, 64, 4, 3)] if middle else [(32, 64, 4, 3), (64, 64, 8, 3)]
+        in_range = [(tile, columns, warps, 2) for tile, columns, warps, _ in every]
+        if batch.rows > 256 and shape.hidden <= 1024:  # wider rows spill
+            fused = [Tiling("all", 16, 0, 16, 16, 3), Tiling("range", 16, 0, 16, 16, 2)]
+    elif few:
+        every = [(16, 64, 4, 3), (16, 128, 4, 3), (64, 32, 4, 3)]
+        in_range = [(16, 64, 4, 2), (64, 32, 4, 2)]
+    elif middle:
+        every = [(32, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3)]
+        in_range = [(32, 64, 4, 2), (64, 32, 4, 2)]
+    else:
+        every = [(64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (64, 128, 8, 2), (128, 128, 16, 3)]
+        in_range = [(64, 64, 8, 3), (64, 32, 4, 2)]
+    found = [Tiling("all", tile, columns, depth, warps, stages) for tile, columns, warps, stages in every]
+    found += [Tiling("range", tile, columns, depth, warps, stages) for tile, columns, warps, stages in in_range]
+    return [*found, *fused]
 
 
 def gate_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
@@ -270,8 +278,8 @@ class Attention:
         rows, groups = batch.rows, -(-batch.rows // PEERS)
         shared, contexts = [0] * rows, [batch.context] * rows
         if not batch.context:
-            shared = [(PROMPT + row // PEERS * PROMPT_SPREAD // groups) // PAGE for row in range(rows)]
-            contexts = [shared[row] * PAGE + 2 + row * 37 % ANSWER_SPREAD for row in range(rows)]
+            shared = [(batch.prompt + row // PEERS * batch.prompts // groups) // PAGE for row in range(rows)]
+            contexts = [shared[row] * PAGE + 2 + row * 37 % batch.answers for row in range(rows)]
         table = torch.zeros(rows, -(-max(contexts) // PAGE), dtype=torch.int32)
         peers, read, leader = torch.full((rows, PEERS), -1, dtype=torch.int32), 0, 0
         counts = [-(-context // PAGE) for context in contexts]
@@ -346,13 +354,11 @@ def merge_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
 def attention_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
     step = Attention.of(shape, batch, memory)
     merging = mergings(shape, batch)[1]
-    usual = decode_attention.tile_tokens(power_of_two(shape.size), memory.dtype.itemsize)
-    commons = [Attending(usual, 4, 3), Attending(max(usual // 2, 16), 4, 3), Attending(usual, 4, 2)]
-    owns = [Attending(max(usual // 2, 16), 4, 2), Attending(max(usual // 2, 16), 2, 2), Attending(32, 2, 3),
-            Attending(32, 1, 3), Attending(usual, 4, 2)]  # fmt: skip
-    tried = [(commons[1], own, True) for own in owns] + [(commons[1], owns[1], False)]
+    commons = [Attending(32, 4, 3), Attending(64, 4, 3), Attending(32, 4, 5)]
+    owns = [Attending(32, 4, 3), Attending(64, 4, 3), Attending(32, 2, 3), Attending(32, 1, 3), Attending(32, 4, 5)]
+    tried = [(commons[0], own, True) for own in owns]
     if step.sharing is not None:
-        tried += [(common, owns[1], True) for common in (commons[0], commons[2])]
+        tried += [(common, owns[0], True) for common in commons[1:]] + [(commons[0], owns[0], False)]
 
     def call(layer: int, common: Attending, own: Attending, finish: bool) -> None:
         candidates.paged_decode(*step.arguments(layer), common, own, merging, finish)
@@ -380,7 +386,7 @@ CASES: dict[str, Callable[[Shape, Batch, Memory], Case]] = {
 def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, Batch]]:
     """Every kernel, shape and batch that is measured."""
     if options.tiny:
-        batches = {"layers": [Batch(19, 1), Batch(19, 3)], "attention": [Batch(10, 1), Batch(2, 1, 530)]}
+        batches = {"layers": [Batch(9, 2)], "attention": [Batch(3, 1, 0, 16, 0, 20), Batch(1, 1, 520)]}
     else:
         mixed = [rows for rows in options.rows if rows > 64]
         few = [Batch(64, 1), Batch(64, 4)] if 64 in options.rows else []
@@ -454,7 +460,7 @@ def measure(case: Case, device: str, bandwidth: float) -> dict[str, Any]:
                 continue
             variants[name] = round(microseconds(call, device), 2)
         except Exception as error:
-            errors[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            errors[name] = f"{type(error).__name__}: {str(error)[-200:]}"
     best = min(variants, key=lambda name: variants[name], default="")
     for name, text in errors.items():
         print(f"  {name}: {text}", flush=True)
@@ -491,6 +497,8 @@ def run(options: argparse.Namespace) -> int:
             continue
         try:
             case = CASES[kernel](shape, batch, Memory(device, dtype, CALLS if device == "cuda" else 2))
+            if options.tiny:
+                case.candidates = dict(list(case.candidates.items())[-1:])
             found = measure(case, device, bandwidth)
         except Exception as error:  # of the product: the other cells go on
             print(f"{cell.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
@@ -547,7 +555,10 @@ def compiled_only(capability: int, made: list[Any]) -> Iterator[None]:
 
 
 def usage(compiled: Any) -> str:
-    """Registers, spills and shared memory of a compiled kernel; what the stack holds are spills."""
+    """Registers, spills and shared memory of a compiled kernel, and its programs on a multiprocessor at once.
+
+    What the stack holds are spills.
+    """
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -555,10 +566,12 @@ def usage(compiled: Any) -> str:
         file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
-    meta = compiled.metadata
-    return (f"{meta.name:20} warps {meta.num_warps:2} registers {numbers.get('REG', '?'):>3} "
-            f"stack {numbers.get('STACK', '?'):>4} shared {meta.shared:6}")  # fmt: skip
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    meta, registers, stack = compiled.metadata, numbers.get("REG", 0), numbers.get("STACK", 0)
+    by_registers = REGISTERS // max(1, -(-registers // 8) * 8 * 32 * meta.num_warps)
+    resident = min(by_registers, SHARED_BYTES // (meta.shared + 1024), MOST_WARPS // meta.num_warps)
+    return (f"{meta.name:20} warps {meta.num_warps:2} registers {registers:3} stack {stack:4} shared {meta.shared:6} "
+            f"resident {resident:2}")  # fmt: skip
 
 
 def compile_only(options: argparse.Namespace) -> int:
@@ -577,7 +590,9 @@ def compile_only(options: argparse.Namespace) -> int:
                     call(0)
             except Exception as error:
                 failed += 1
-                print(f"{kernel} {name} {batch.rows} {variant}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                print(
+                    f"{kernel} {name} {batch.rows} {variant}: {type(error).__name__}: {str(error)[-300:]}", flush=True
+                )
                 continue
             for each in made:
                 if each.hash not in seen and not options.quiet:
@@ -601,7 +616,7 @@ def compile_first(options: argparse.Namespace) -> None:
 
 
 def interpreted_loops() -> None:
-    """Lets interpreted kernels loop up to a loaded number, which newer versions of numpy do not convert by themselves."""
+    """Lets interpreted kernels loop up to a loaded number, which newer versions of numpy do not convert."""
     from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
@@ -633,10 +648,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quiet", action="store_true", help="print nothing of what compiles")
     options = parser.parse_args(arguments)
     if not options.capability:
-        there = torch.cuda.is_available()
-        options.capability = (
-            10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if there else 90
-        )
+        major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        options.capability = 10 * major + minor
     return options
 
 
