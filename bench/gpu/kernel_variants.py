@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,7 +100,7 @@ class Case:
 
     floor_bytes: float
     product: Callable[[int], object]
-    candidates: dict[str, Callable[[int], object]]
+    candidates: Mapping[str, Callable[[int], object]]
     results: Sequence[Tensor]  # that a call writes
     reset: Callable[[], object] = lambda: None  # before a call whose result is compared
     facts: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +136,20 @@ def slots_of(batch: Batch, memory: Memory) -> Tensor:
 
 def factors(shape: Shape, batch: Batch, out: int, memory: Memory) -> list[Tensor]:
     return memory.copies(lambda: memory.random(batch.slots * shape.rank, out) * 0.05)
+
+
+def with_constants(call: Callable[[int], object], module: Any, **constants: Any) -> Callable[[int], object]:
+    """A call that sees other constants of a module of the product."""
+
+    def changed(layer: int) -> None:
+        kept = {name: getattr(module, name) for name in constants}
+        vars(module).update(constants)
+        try:
+            call(layer)
+        finally:
+            vars(module).update(kept)
+
+    return changed
 
 
 def label(*constants: Any) -> str:
@@ -188,15 +202,20 @@ def gate_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
         bs = (of_gate[layer % len(of_gate)], of_up[layer % len(of_up)])
         return gate_up, width, "silu", slots, bs, rank, SCALE, out
 
-    return Case(
-        (gate_up.numel() + out.numel() + 2 * lines * width) * out.element_size(),
-        lambda layer: layers.gate(*arguments(layer)),
-        {
-            label(tiling): lambda layer, tiling=tiling: candidates.gate(*arguments(layer), tiling)
-            for tiling in tilings("gate", shape, batch)
-        },
-        [out],
-    )
+    def product(layer: int) -> None:
+        layers.gate(*arguments(layer))
+
+    # The product's kernel with smaller programs, of which more are resident.
+    found: dict[str, Callable[[int], object]] = {
+        f"product {tile}/64/4": with_constants(
+            product, layers, TOKEN_TILES=((10**6, tile),), LARGEST_TILE=tile + 1, GATE_COLUMNS=64
+        )
+        for tile in ((32,) if rows <= 512 else (32, 64))
+    }
+    for tiling in tilings("gate", shape, batch):
+        found[label(tiling)] = lambda layer, tiling=tiling: candidates.gate(*arguments(layer), tiling=tiling)
+    moved = (gate_up.numel() + out.numel() + 2 * lines * width) * out.element_size()
+    return Case(moved, product, found, [out])
 
 
 def add_norm_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
@@ -209,22 +228,15 @@ def add_norm_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
     def arguments(layer: int) -> tuple[Any, ...]:
         return stream, added, weight, EPSILON, slots, bs[layer % len(bs)], rank, SCALE, out
 
-    def product(layer: int, by_tiles: bool | None = None) -> None:
-        kept = layers.ADD_NORM_ROWS
-        if by_tiles is not None:
-            layers.ADD_NORM_ROWS = 0 if by_tiles else rows
-        try:
-            layers.add_norm(*arguments(layer))
-        finally:
-            layers.ADD_NORM_ROWS = kept
+    def product(layer: int) -> None:
+        layers.add_norm(*arguments(layer))
 
     way = rows <= layers.ADD_NORM_ROWS
-    found: dict[str, Callable[[int], object]] = {
-        f"product {'by tiles' if way else 'row by row'}": partial(product, by_tiles=way)
-    }
+    other = with_constants(product, layers, ADD_NORM_ROWS=0 if way else rows)
+    found: dict[str, Callable[[int], object]] = {f"product {'by tiles' if way else 'row by row'}": other}
     for tiling in tilings("add_norm", shape, batch):
         name = label(tiling) if tiling.columns else f"fused {label(tiling)}"
-        found[name] = lambda layer, tiling=tiling: candidates.add_norm(*arguments(layer), tiling)
+        found[name] = lambda layer, tiling=tiling: candidates.add_norm(*arguments(layer), tiling=tiling)
     moved = 4 * (2 * stream.numel() + rows * (hidden + rank)) + out.element_size() * (out.numel() + lines * hidden)
     return Case(moved, product, found, [stream, out], lambda: stream.copy_(before))
 
@@ -249,7 +261,7 @@ def split_heads_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
         (qkv.numel() + rows * sum(widths) + rows * 2 * size + lines * sum(widths)) * q.element_size(),
         lambda layer: layers.split_heads(*arguments(layer)),
         {
-            label(tiling): lambda layer, tiling=tiling: candidates.split_heads(*arguments(layer), tiling)
+            label(tiling): lambda layer, tiling=tiling: candidates.split_heads(*arguments(layer), tiling=tiling)
             for tiling in tilings("split_heads", shape, batch)
         },
         [q, cache],
@@ -361,17 +373,22 @@ def attention_case(shape: Shape, batch: Batch, memory: Memory) -> Case:
         tried += [(common, owns[0], True) for common in commons[1:]] + [(commons[0], owns[0], False)]
 
     def call(layer: int, common: Attending, own: Attending, finish: bool) -> None:
-        candidates.paged_decode(*step.arguments(layer), common, own, merging, finish)
+        candidates.paged_decode(*step.arguments(layer), common=common, own=own, merging=merging, finish=finish)
 
-    found = {
-        f"{'finishing' if finish else 'two launches'} {label(common, own)}": partial(
-            call, common=common, own=own, finish=finish
-        )
-        for common, own, finish in tried
+    def product(layer: int) -> None:
+        decode_attention.paged_decode(*step.arguments(layer))
+
+    row_bytes = power_of_two(shape.size) * memory.dtype.itemsize
+    found: dict[str, Callable[[int], object]] = {
+        f"product {tokens}": with_constants(product, decode_attention, TILE_BYTES=tokens * row_bytes)
+        for tokens in (32, 64)
+        if tokens * row_bytes != decode_attention.TILE_BYTES
     }
+    for common, own, finish in tried:
+        name = f"{'finishing' if finish else 'two launches'} {label(common, own)}"
+        found[name] = partial(call, common=common, own=own, finish=finish)
     moved = (step.read_tokens * 2 * shape.kv_heads * shape.size + 2 * step.out.numel()) * step.out.element_size()
-    return Case(moved, lambda layer: decode_attention.paged_decode(*step.arguments(layer)), found, [step.out],
-                facts={**step.facts, "read_tokens": step.read_tokens})  # fmt: skip
+    return Case(moved, product, found, [step.out], facts={**step.facts, "read_tokens": step.read_tokens})
 
 
 CASES: dict[str, Callable[[Shape, Batch, Memory], Case]] = {
@@ -409,10 +426,16 @@ def microseconds(call: Callable[[int], object], device: str) -> float:
         began = time.perf_counter()
         call(1)
         return (time.perf_counter() - began) * 1e6
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(CALLS):
-            call(layer)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):  # `torch.cuda.graph` collects garbage first, which takes longer than the replays
+        graph.capture_begin()
+        try:
+            for layer in range(CALLS):
+                call(layer)
+        finally:
+            graph.capture_end()
+    torch.cuda.synchronize()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     times = []
     for _ in range(REPEATS):
@@ -485,7 +508,7 @@ def run(options: argparse.Namespace) -> int:
     lines = []
     for kernel, name, batch in plan(options):
         shape = (TINY if options.tiny else SHAPES)[name]
-        parameters = {
+        parameters: dict[str, int | float | str] = {
             "kernel": kernel,
             "shape": name,
             "rows": batch.rows,
@@ -603,7 +626,7 @@ def compile_only(options: argparse.Namespace) -> int:
 
 def compile_first(options: argparse.Namespace) -> None:
     """Fills Triton's cache by several processes at once."""
-    began, workers = time.perf_counter(), max(1, min(options.workers, 64))
+    began, workers = time.perf_counter(), options.workers
     command = [sys.executable, "-m", "bench.gpu.kernel_variants", "--compile-only", "--quiet",
                "--kernels", ",".join(options.kernels), "--shapes", ",".join(options.shapes),
                "--rows", ",".join(map(str, options.rows)), "--capability", str(options.capability)]  # fmt: skip
@@ -644,7 +667,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--capability", type=int, default=0, help="of the device that is compiled for; default: this one's, or 90"
     )
     parser.add_argument("--share", type=share, default=(0, 1), help="compile only these variants: part/parts")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
+    parser.add_argument(
+        "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile; 0: none"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing of what compiles")
     options = parser.parse_args(arguments)
     if not options.capability:
