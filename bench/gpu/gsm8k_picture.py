@@ -3,6 +3,11 @@
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k --model qwen2.5-coder-1.5b --out docs/images/gsm8k.svg
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b --model qwen2.5-coder-0.5b \\
         --out docs/images/gsm8k-small.svg
+    python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b bench/results/gpu/gsm8k/0.5b/ages --ages \\
+        --model qwen2.5-coder-0.5b --out docs/images/gsm8k-ages.svg
+    python -m bench.gpu.gsm8k_picture bench/results/gpu/tail/gsm8k --ages --model qwen2.5-coder-0.5b \\
+        --title "Qwen2.5-Coder-0.5B-Instruct on GSM8K, answers of up to 4,096 tokens, one H200" \\
+        --out docs/images/gsm8k-tail.svg
 
 Writes the picture in light colours, and beside it one in dark colours (`gsm8k-dark.svg`). Every seed is a line. Bars
 are standard errors of a score. Seconds count from the first admission: start-up is not in them, on either side.
@@ -38,19 +43,21 @@ class Run:
     points: Sequence[tuple[float, float, float, float]]  # second, update, score, standard error
 
 
-def read_runs(folder: Path, model: str) -> list[Run]:
-    """Reads the training cells of a model, ours first.
+def read_runs(folders: Sequence[Path], model: str, *, ages: bool = False) -> list[Run]:
+    """Reads the training cells of a model, ours first. With `ages` they are ours alone, by age.
 
-    TRL's cells may name their model's folder `model`. They count if the folder has none of TRL by the model's name.
+    TRL's cells may name their model's folder `model`. They count if the folders have none of TRL by the model's name.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gsm8k-*.json"))]
+    paths = [path for folder in folders for path in sorted(folder.glob("gsm8k-*.json"))]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     cells = [cell for cell in found if cell["bench"] == "gsm8k" and cell["parameters"].get("model") == model]
+    if ages:
+        ours = [cell for cell in cells if cell["side"] == "native"]
+        ours.sort(key=lambda cell: cell["results"]["staleness_mean"])
+        return [Run(aged_label(cell), _points(cell)) for cell in ours]
     if not any(cell["side"] == "trl" for cell in cells):
         cells += [each for each in found if each["bench"] == "gsm8k" and _is_nameless(each)]
-    runs = []
-    for cell in cells:
-        points = [_point(each) for each in cell["results"]["evaluations"] if each["score"] is not None]
-        runs.append(Run(label_of(cell), points))
+    runs = [Run(label_of(cell), _points(cell)) for cell in cells]
     return sorted(runs, key=lambda run: run.label.startswith("TRL"))
 
 
@@ -65,6 +72,17 @@ def label_of(cell: dict[str, Any]) -> str:
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
     full = ", everything in flight" if cell["parameters"].get("in_flight") == "full" else ""
     return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{full}"
+
+
+def aged_label(cell: dict[str, Any]) -> str:
+    """The name of a line, with the mean age of what was trained on."""
+    paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
+    name = "synchronous" if paradigm == "synchronous" else f"K = {bound}"
+    return f"{name}, mean age {cell['results']['staleness_mean']:.3g}"
+
+
+def _points(cell: dict[str, Any]) -> list[tuple[float, float, float, float]]:
+    return [_point(each) for each in cell["results"]["evaluations"] if each["score"] is not None]
 
 
 def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -158,14 +176,15 @@ def title_of(model: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", type=Path, help="the folder of the cells")
+    parser.add_argument("cells", type=Path, nargs="+", help="the folders of the cells")
+    parser.add_argument("--ages", action="store_true", help="our runs alone, with the mean age of what they train on")
     parser.add_argument("--model", required=True, help="the name of the model's folder")
     parser.add_argument("--title", help="default: by `--model`")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    runs = read_runs(options.cells, options.model)
+    runs = read_runs(options.cells, options.model, ages=options.ages)
     if not runs:
-        parser.error(f"no cell of `{options.model}` in {options.cells}")
+        parser.error(f"no cell of `{options.model}` in {', '.join(map(str, options.cells))}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for path, colours in ((options.out, LIGHT), (options.out.with_stem(f"{options.out.stem}-dark"), DARK)):
         path.write_text(picture(runs, colours, options.title or title_of(options.model)), encoding="utf-8")

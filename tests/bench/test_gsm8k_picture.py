@@ -19,12 +19,21 @@ TITLE = "Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200"
 SMALL = CELLS / "0.5b"
 
 
+TAIL = CELLS.parent / "tail" / "gsm8k"
+TAIL_TITLE = "Qwen2.5-Coder-0.5B-Instruct on GSM8K, answers of up to 4,096 tokens, one H200"
+
+
 @pytest.mark.parametrize(
-    ("name", "cells", "model"),
-    [("gsm8k", CELLS, "qwen2.5-coder-1.5b"), ("gsm8k-small", SMALL, "qwen2.5-coder-0.5b")],
+    ("name", "options"),
+    [
+        ("gsm8k", [CELLS, "--model", "qwen2.5-coder-1.5b"]),
+        ("gsm8k-small", [SMALL, "--model", "qwen2.5-coder-0.5b"]),
+        ("gsm8k-ages", [SMALL, SMALL / "ages", "--ages", "--model", "qwen2.5-coder-0.5b"]),
+        ("gsm8k-tail", [TAIL, "--ages", "--model", "qwen2.5-coder-0.5b", "--title", TAIL_TITLE]),
+    ],
 )
-def test_the_committed_pictures_are_those_of_the_committed_cells(name, cells, model, tmp_path):
-    main([str(cells), "--model", model, "--out", str(tmp_path / f"{name}.svg")])
+def test_the_committed_pictures_are_those_of_the_committed_cells(name, options, tmp_path):
+    main([*map(str, options), "--out", str(tmp_path / f"{name}.svg")])
     made = sorted(path.name for path in tmp_path.iterdir())
     assert made == [f"{name}-dark.svg", f"{name}.svg"]
     for file in made:
@@ -38,7 +47,7 @@ def test_the_title_is_that_of_the_model():
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
-    tree = ElementTree.fromstring(picture(read_runs(SMALL, "qwen2.5-coder-0.5b"), colours, "title"))
+    tree = ElementTree.fromstring(picture(read_runs([SMALL], "qwen2.5-coder-0.5b"), colours, "title"))
     texts = [each for each in tree.iter() if each.tag.endswith("text") and float(each.get("y")) == HEIGHT - 9]
     assert texts[0].text == "Stretto, K = 2, everything in flight"
     places = [(float(each.get("x")), float(each.get("x")) + 7 * len(each.text)) for each in texts]
@@ -47,12 +56,18 @@ def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
 
 
 def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
-    runs = read_runs(CELLS, "qwen2.5-coder-1.5b")
+    runs = read_runs([CELLS], "qwen2.5-coder-1.5b")
     assert runs[0].label == "Stretto, K = 2"
     assert runs[-1].label.startswith("TRL")
     tree = ElementTree.fromstring(picture(runs, LIGHT, TITLE))
     lines = [each for each in tree.iter() if each.tag.endswith("polyline")]
     assert len(lines) == 2 * len(runs)
+
+
+def test_by_age_are_our_runs_alone_the_freshest_first():
+    labels = [run.label for run in read_runs([SMALL, SMALL / "ages"], "qwen2.5-coder-0.5b", ages=True)]
+    assert labels[0] == "synchronous, mean age 0"
+    assert labels[-1] == "K = 8, mean age 7.64"
 
 
 def write_cell(folder: Path, side: str, model: str, score: float) -> None:
@@ -68,12 +83,12 @@ def test_cells_of_trl_without_a_name_count_only_if_no_other_is_the_models(tmp_pa
     write_cell(tmp_path, "native", "small", 0.25)
     write_cell(tmp_path, "native", "model", 0.3)
     write_cell(tmp_path, "trl", "model", 0.5)
-    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.5]
+    assert [run.points[0][2] for run in read_runs([tmp_path], "small")] == [0.25, 0.5]
     write_cell(tmp_path, "trl", "large", 0.75)
-    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.5]
-    assert [run.points[0][2] for run in read_runs(tmp_path, "large")] == [0.75]
+    assert [run.points[0][2] for run in read_runs([tmp_path], "small")] == [0.25, 0.5]
+    assert [run.points[0][2] for run in read_runs([tmp_path], "large")] == [0.75]
     write_cell(tmp_path, "trl", "small", 0.625)
-    assert [run.points[0][2] for run in read_runs(tmp_path, "small")] == [0.25, 0.625]
+    assert [run.points[0][2] for run in read_runs([tmp_path], "small")] == [0.25, 0.625]
 
 
 @pytest.mark.parametrize(
