@@ -207,7 +207,9 @@ def measure(cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, 
     recipe = recipe_of(cell, options)
     started = train(recipe, folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return {**results_of(read_lines(folder), summary, started), "recipe": recipe.source_toml()}
+    plan = load_recipe(folder / "config.toml").plan  # its defaults follow the device and its memory
+    given = {"in_flight": plan.in_flight, "rows": plan.rows, "recipe": recipe.source_toml()}
+    return {**results_of(read_lines(folder), summary, started), **given}
 
 
 # -- the whole test ----------------------------------------------------------------------------------------------------

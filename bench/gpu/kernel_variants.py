@@ -656,7 +656,7 @@ def share(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--kernels", type=words, default=list(KERNELS))
@@ -671,7 +671,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile; 0: none"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing of what compiles")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Returns the options, with the capability of the device."""
+    options = parser_of().parse_args(arguments)
     if not options.capability:
         major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         options.capability = 10 * major + minor

@@ -62,7 +62,7 @@ def kernel_times(engine: NativeEngine, steps: int) -> dict[str, float]:
         torch.cuda.synchronize()
     found: dict[str, float] = defaultdict(float)
     for event in profile.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             found[short_name(event.name)] += event.device_time / 1e3 / steps
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
@@ -112,12 +112,16 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--model", default="models/qwen2.5-coder-0.5b", help="a folder, or a hub name")
     parser.add_argument("--rows", type=integers, default=[512, 1024, 1536])
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser_of().parse_args(arguments)
     cells = from_options(options)
     with tempfile.TemporaryDirectory() as scratch:
         if options.tiny:

@@ -131,6 +131,7 @@ def test_a_tiny_run_leaves_both_cells_and_the_test_uses_the_trained_adapter(tmp_
     assert trained["updates"] == 2
     assert [line["update"] for line in trained["by_update"]] == [0, 1]
     assert trained["startup_s"] > 0
+    assert (trained["in_flight"], trained["rows"]) == (3, 4), "the defaults of two groups of two on a CPU"
     assert trained["evaluations"][0]["moment"] == "before"
     for moment in ("before", "after"):
         for way in ("sampled", "greedy"):
