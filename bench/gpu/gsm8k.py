@@ -207,8 +207,7 @@ def measure(cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, 
     recipe = recipe_of(cell, options)
     started = train(recipe, folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    plan = load_recipe(folder / "config.toml").plan  # its defaults follow the device and its memory
-    given = {"in_flight": plan.in_flight, "rows": plan.rows, "recipe": recipe.source_toml()}
+    given = {"in_flight": summary["in_flight"], "rows": summary["rows"], "recipe": recipe.source_toml()}
     return {**results_of(read_lines(folder), summary, started), **given}
 
 

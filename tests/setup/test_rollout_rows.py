@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen3Config
 from stretto.assembly.check import check
 from stretto.errors import RecipeError
 from stretto.recipe.planned_devices import PlannedDevices
-from stretto.recipe.reading import parse_recipe
+from stretto.recipe.reading import load_recipe, parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA, device_limit, resolved
 from stretto.setup.memory import footprint
@@ -51,10 +51,13 @@ def chosen(made: Recipe, free_gib: float, config: Any = QWEN_0_5B) -> Recipe:
         ({"staleness": "auto"}, 192, 1_536),
         ({"in_flight": 100}, 100, 800),
         ({"staleness": 4, "in_flight": "full"}, 320, 2_560),
-        ({"rows": 77}, 192, 77),
+        ({"rows": 77}, 96, 77),
+        ({"rows": 1_200}, 150, 1_200),
+        ({"rows": 1_536}, 192, 1_536),
         ({"paradigm": "synchronous"}, 64, 512),
         ({"paradigm": "one-step-off"}, 64, 512),
-        ({"paradigm": "drop"}, 192, 1_536),
+        ({"paradigm": "partial"}, 192, 1_536),
+        ({"paradigm": "drop"}, 96, 512),  # it would drop more
         ({"redundancy": {"groups": 70, "members": 9}}, 192, (192 + 6) * 9),
     ],
 )
@@ -92,12 +95,39 @@ def test_a_large_device_has_a_row_for_each_trajectory_in_flight_and_says_nothing
 def test_a_small_card_has_fewer_and_says_why() -> None:
     asked = recipe()
     made = chosen(asked, device_limit(24) / GIB)
-    rows = made.rollout.rows
-    assert rows is not None
-    assert 512 <= rows < 1_536
+    plan = made.plan
+    assert 512 <= plan.rows < 1_536
+    assert plan.in_flight == max(96, plan.rows // 8)
     assert describe_rows(asked, made) == [
-        f"`rollout.rows = {rows}`: memory is too short for a row for each of the 1536 trajectories in flight"
+        f"`rollout.rows = {plan.rows}`, `rollout.in_flight = {plan.in_flight}`: memory is too short for 1536 rows"
     ]
+
+
+def test_with_one_batch_of_rows_a_run_is_as_on_a_cpu() -> None:
+    plan = chosen(recipe(), 8).plan
+    assert (plan.in_flight, plan.rows) == (96, 512)
+
+
+def test_groups_in_flight_of_the_recipe_stay_if_rows_are_fewer() -> None:
+    made = chosen(recipe(rollout={"in_flight": 192}), 8)
+    assert (made.plan.in_flight, made.plan.rows) == (192, 512)
+
+
+@pytest.mark.parametrize("config", [QWEN_0_5B, QWEN_1_7B], ids=["0.5B", "1.7B"])
+def test_more_memory_never_makes_rows_fewer(config: Any) -> None:
+    rows = [chosen(recipe(), gib, config).plan.rows for gib in (8, *CARDS, 180)]
+    assert rows == sorted(rows)
+    assert rows[-1] == 1_536
+
+
+def test_what_memory_allows_is_not_recorded(tmp_path: Path) -> None:
+    """So that a run goes on with less staleness, on another device, or as it is on a smaller one."""
+    begun = chosen(recipe(), 24)
+    assert begun.plan.rows < 1_536
+    (tmp_path / "config.toml").write_text(begun.dumps())
+    again = load_recipe(tmp_path / "config.toml", ["rollout.staleness=1"])
+    assert (again.plan.in_flight, again.plan.rows) == (128, 1_024)
+    assert resolved(load_recipe(tmp_path / "config.toml", ['runtime.device="cpu"']), CPU).plan.rows == 512
 
 
 @pytest.mark.parametrize("config", [QWEN_0_5B, QWEN_1_7B], ids=["0.5B", "1.7B"])
@@ -111,15 +141,14 @@ def test_rows_beyond_one_batch_have_their_kv_and_do_not_make_micro_batches_small
         return made.training.micro_batch_tokens, footprint(made, config, PROMPT, CUDA, free=free).kv_tokens
 
     try:
-        least, _ = planned(one_batch)
+        planned(one_batch)
     except RecipeError:
-        with pytest.raises(RecipeError):
-            planned(chosen(recipe(), free / GIB, config))
+        assert chosen(recipe(), free / GIB, config).plan.rows == 512
         return
     made = chosen(recipe(), free / GIB, config)
     micro, kv = planned(made)
-    assert micro >= min(16_384, least)
     if made.plan.rows > 512:
+        assert micro >= 16_384
         assert kv >= wanted_kv_tokens(made, PROMPT + 512 + 32)
 
 
@@ -140,4 +169,4 @@ def test_check_prints_what_memory_allows(tmp_path: Path) -> None:
     large, small = (check(parse_recipe(raw), planned=PlannedDevices(1, gib)) for gib in (139.0, 24.0))
     assert "192 groups in flight, 1536 rows" in large.memory
     assert not any("rollout.rows" in note for note in large.notes)
-    assert any("memory is too short for a row for each of the 1536" in note for note in small.notes)
+    assert any(note.endswith("memory is too short for 1536 rows") for note in small.notes)

@@ -164,20 +164,20 @@ def comparison(
         for paradigm in _served_paradigms(engine) if paradigms is None else paradigms:
             name = paradigm if engines is None else f"{paradigm}-{engine}"
             recipes[name] = load_recipe(recipe, with_engine, compare_as=paradigm)
-    for name, resolved in recipes.items():
-        _refuse_folder(resolved, folder / name)
+    for name, own in recipes.items():
+        _refuse_folder(own, folder / name)
     for each in engines or ():
         _refuse_engine([(own, folder / name) for name, own in recipes.items() if own.engine.type == each])
     refuse_unwritable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for name, resolved in recipes.items():
-        summary = _run(resolved, folder / name, say, train_options)
-        plan = resolved.plan
+    for name, own in recipes.items():
+        summary = _run(own, folder / name, say, train_options)
+        plan = own.plan
         rows.append(
             {
                 "paradigm": plan.paradigm.name,
-                "engine": resolved.engine.type,
+                "engine": own.engine.type,
                 "staleness_bound": plan.staleness,
                 "in_flight": plan.in_flight,
                 "rows": plan.rows,

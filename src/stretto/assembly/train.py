@@ -89,7 +89,7 @@ from stretto.setup.inputs import passed_variables, read_tasks
 from stretto.setup.loaded_models import model_digests
 from stretto.setup.micro_batch_size import with_micro_tokens
 from stretto.setup.prefill_chunk_size import with_prefill_tokens
-from stretto.setup.rollout_rows import with_rows
+from stretto.setup.rollout_rows import describe_rows, with_rows
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
@@ -174,7 +174,9 @@ def train(
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         config, longest = load_config(model_path), driver.inputs.longest_prompt
-        recipe = with_rows(recipe, config, longest, device)
+        asked, recipe = recipe, with_rows(recipe, config, longest, device)
+        for line in describe_rows(asked, recipe):
+            observer.message(line)
         recipe = with_prefill_tokens(recipe, config, longest, device)
         recipe = with_micro_tokens(recipe, config, longest, device)
         changes = accepted_changes(recipe, folder) if resume else []
@@ -555,6 +557,8 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
     counters = controller.counters
     return {
         **tally.summary(),
+        "in_flight": run.recipe.plan.in_flight,
+        "rows": run.recipe.plan.rows,
         "generation_retries": counters.generation_retries,
         "scoring_retries": counters.scoring_retries,
         "replaced_groups": counters.replaced_groups,

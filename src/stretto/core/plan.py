@@ -9,6 +9,8 @@ from stretto.core.paradigms import PARADIGMS, Paradigm, slots_needed
 from stretto.core.spreading import Spread
 
 RESERVES = ("reserve_groups", "reserve_members")
+BATCHES = 1.5  # in flight by default
+BATCHES_AHEAD = 3  # the same in a run that starts ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,15 @@ def resolve_plan(
     reserve_groups: int = 0,
     reserve_members: int = 0,
     spread: Spread = "auto",
+    ahead: bool = False,
+    rows_at_most: int | None = None,
 ) -> Plan:
-    """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`."""
+    """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`.
+
+    By default `BATCHES` batches are in flight, and one batch of rows runs. With `ahead`, `BATCHES_AHEAD` batches are in
+    flight and all of them run, or as many as `rows_at_most` rows hold. A paradigm that drops what is too old never
+    starts ahead: it would drop more.
+    """
     row = PARADIGMS.get(paradigm)
     if row is None:
         raise ValueError(
@@ -130,15 +139,25 @@ def resolve_plan(
         if row.staleness is None:
             raise ValueError(f"`staleness` is missing: the paradigm `{row.name}` needs a value for it")
         staleness = row.staleness
-    if in_flight is None:
-        most = (staleness + 1) * batch
-        in_flight = batch if row.one_batch else min(math.ceil(1.5 * batch), most)
+    members, one_batch = group_size + reserve_members, (batch + reserve_groups) * (group_size + reserve_members)
+    usual = batch if row.one_batch else min(math.ceil(BATCHES * batch), (staleness + 1) * batch)
+    if ahead and not row.one_batch and row.bounded_by == "deadlines":
+        if in_flight is None:
+            most = min(BATCHES_AHEAD, staleness + 1) * batch
+            fitting = rows if rows is not None else rows_at_most
+            held = most if fitting is None else -(-fitting // members) - reserve_groups
+            in_flight = min(max(held, usual), most)
+        if rows is None:
+            rows = (in_flight + reserve_groups) * members
+            rows = rows if rows_at_most is None else max(one_batch, min(rows, rows_at_most))
+    in_flight = usual if in_flight is None else in_flight
+    rows = one_batch if rows is None else rows
     return Plan(
         paradigm=row,
         batch=batch,
         group_size=group_size,
         staleness=staleness,
-        rows=(batch + reserve_groups) * (group_size + reserve_members) if rows is None else rows,
+        rows=rows,
         in_flight=in_flight,
         updates=updates,
         auto=auto,

@@ -227,14 +227,12 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
     yield from impossible_algorithm(recipe)
     yield from impossible_engine(recipe)
     try:
-        plan = recipe.plan
+        plan = recipe.plan_with(ahead=recipe.may_start_ahead)  # before the device is known: the larger numbers
     except ValueError as error:
         if not refused:
             yield re.sub(r"`(in_flight|rows|staleness)`", r"`rollout.\1`", str(error))
         return
-    # The groups that are in flight by default depend on the device, so that one has to be known.
-    if rollout.in_flight is not None or recipe.runtime.device != "auto" or recipe.paradigm.one_batch:
-        yield from idle_rows(plan)
+    yield from idle_rows(plan)
     yield from _impossible_pool(recipe, plan)
     yield from impossible_full_versions(recipe, plan)
     longest = max(rollout.max_tokens, recipe.evaluation.max_tokens or 0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from stretto.core.paradigms import PARADIGMS, Paradigm
 from stretto.core.plan import Plan, resolve_plan
@@ -33,7 +33,6 @@ PARADIGM_NAMES = tuple(PARADIGMS)
 UNREFUSED = "unrefused"  # a validation context: checks types only
 MAX_SEED = 2**63 - 1  # the limit of torch generators and of TOML
 MAX_THREADS = 4_096  # of one process; torch itself takes more only to fail
-GPU_BATCHES = 3  # in flight by default, if a recipe `starts_ahead`
 PREFILL_TOKENS = 2_048  # of `prefill_tokens = "auto"` on a CPU; the fewest on a GPU
 
 
@@ -204,6 +203,8 @@ class RolloutSection(Options):
         description="Most prompt tokens prefilled in one engine step. `auto`: 8,192 on a GPU, less if memory is short "
         "(`stretto check` prints the number); 2,048 on a CPU and with `runtime.deterministic`",
     )
+
+    _rows_at_most: int | None = PrivateAttr(None)  # that memory has room for, found at every start
 
     @property
     def prefill_chunk_tokens(self) -> int:
@@ -417,12 +418,20 @@ class Recipe(Options):
 
         Measured with the native engine in one process (`docs/performance.md`). On a CPU, rows cost what they compute.
         """
-        of_gpu = self.runtime.device == "cuda" and self.runtime.type == "local" and self.engine.type == "native"
-        return of_gpu and not self.paradigm.one_batch
+        return self.runtime.device == "cuda" and self.may_start_ahead
+
+    @property
+    def may_start_ahead(self) -> bool:
+        """True if it starts ahead on a GPU."""
+        return self.runtime.device != "cpu" and self.runtime.type == "local" and self.engine.type == "native"
 
     @property
     def plan(self) -> Plan:
         """The parameters of the core."""
+        return self.plan_with(ahead=self.starts_ahead)
+
+    def plan_with(self, *, ahead: bool) -> Plan:
+        """Returns the parameters of the core of a run that starts ahead, or does not."""
         rollout = self.rollout
         staleness = rollout.staleness
         auto = staleness == "auto"
@@ -431,14 +440,9 @@ class Recipe(Options):
         bound: int | None = (rollout.staleness_cap or 4) if auto else (2 if staleness is None else int(staleness))
         reserve = rollout.redundancy if self.paradigm.allows_redundancy else None
         groups, members = (None, None) if reserve is None else (reserve.groups, reserve.members)
-        reserve_groups = 0 if groups is None else groups - rollout.prompts
-        reserve_members = 0 if members is None else members - rollout.group
-        in_flight, rows, most = rollout.in_flight, rollout.rows, ((bound or 0) + 1) * rollout.prompts
+        in_flight = rollout.in_flight
         if in_flight == "full":
-            in_flight = None if self.paradigm.one_batch else most
-        if self.starts_ahead:
-            in_flight = min(GPU_BATCHES * rollout.prompts, most) if in_flight is None else in_flight
-            rows = (in_flight + reserve_groups) * (rollout.group + reserve_members) if rows is None else rows
+            in_flight = None if self.paradigm.one_batch else ((bound or 0) + 1) * rollout.prompts
         return resolve_plan(
             rollout.paradigm,
             batch=rollout.prompts,
@@ -446,16 +450,18 @@ class Recipe(Options):
             updates=self.training.steps,
             staleness=None if self.paradigm.staleness is not None else bound,
             auto=auto,
-            rows=rows,
+            rows=rollout.rows,
             in_flight=in_flight,
             retries=rollout.retries,
             evaluate_every=self.evaluation.every if self.evaluation.prompts else 0,
             filter_limit=0 if rollout.filter == "none" else rollout.filter_limit or 10 * rollout.prompts,
             replay_groups=reused,
             replay_uses=replay.uses if replay is not None and reused else 0,
-            reserve_groups=reserve_groups,
-            reserve_members=reserve_members,
+            reserve_groups=0 if groups is None else groups - rollout.prompts,
+            reserve_members=0 if members is None else members - rollout.group,
             spread=rollout.spread,
+            ahead=ahead,
+            rows_at_most=rollout._rows_at_most,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The number of rows that a run on a GPU has if `rollout.rows` is left out and memory is short.
+"""The number of rows that memory has room for in a run that starts ahead (`Recipe.starts_ahead`).
 
 By default every trajectory in flight has a row. Rows cost memory: buffers for their logits, and KV. So there are fewer,
 in steps of half a batch and never below one batch, unless all of this holds:
@@ -6,7 +6,10 @@ in steps of half a batch and never below one batch, unless all of this holds:
 - the buffers of the rows beyond one batch take at most `SHARE` of the memory that is free at the start;
 - the KV that the rows should have takes at most the share that micro-batches leave to it. With less, rows would push
   each other out of the cache;
-- micro-batches are as large as with one batch of rows, or `MICRO_TOKENS` at least.
+- a micro-batch has `MICRO_TOKENS` at least, or the whole batch.
+
+With fewer rows, fewer groups are in flight by default. Like the size of the KV cache, this is found at every start and
+is not recorded.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from stretto.setup.device import choose_dtype, free_bytes, with_section
 from stretto.setup.memory import count_weights, instances_per_device, without_kv
 from stretto.setup.memory_sizes import (
     batch_rows,
+    batch_tokens,
     engine_bytes,
     kv_bytes_per_token,
     longest_trajectory,
@@ -34,9 +38,9 @@ MICRO_TOKENS = 16_384  # of a micro-batch; larger ones gain little
 def with_rows(
     recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int | None = None
 ) -> Recipe:
-    """Returns the recipe with a number for `rollout.rows`, if it is left out and memory is too short for the default.
+    """Returns the recipe with the most rows that memory has room for, if `rollout.rows` is left out.
 
-    `free` are the bytes to plan with; None asks the device. The number is the same for the same memory, recipe and
+    `free` are the bytes to plan with; None asks the device. The result is the same for the same memory, recipe and
     prompts. Call it before `with_prefill_tokens` and `with_micro_tokens`, which plan beside the rows.
     """
     batch, most = batch_rows(recipe), recipe.plan.rows
@@ -44,11 +48,8 @@ def with_rows(
         return recipe
     free = free_bytes(recipe, device) if free is None else free
     counted, dtype = count_weights(recipe, config, device), choose_dtype(recipe.model.dtype, device)
-    text, instances, one = (
-        config.get_text_config(),
-        instances_per_device(recipe),
-        longest_trajectory(recipe, longest_prompt),
-    )
+    text, instances = config.get_text_config(), instances_per_device(recipe)
+    one = longest_trajectory(recipe, longest_prompt)
     per_token = kv_bytes_per_token(text, dtype, records_routing=recipe.training.records_routing)
 
     def buffers(sized: Recipe) -> int:
@@ -56,12 +57,12 @@ def with_rows(
 
     def micro_tokens(sized: Recipe) -> int:
         if sized.training.micro_tokens != "auto":
-            return sized.training.micro_tokens
+            return MICRO_TOKENS
         return fitting_size(sized, config, counted, longest_prompt, device, free)
 
-    least = with_section(recipe, "rollout", rows=batch)
+    least = with_rows_at_most(recipe, batch)
     for rows in range(most, batch, -max(1, batch // 2)):
-        sized = with_section(recipe, "rollout", rows=rows)
+        sized = with_rows_at_most(recipe, rows)
         need = without_kv(sized, config, counted, longest_prompt, device, free)
         room = KV_SHARE * (free - (need.without_kv - need.working))
         if recipe.rollout.kv_tokens is not None:
@@ -69,17 +70,23 @@ def with_rows(
         if (
             instances * wanted_kv_tokens(sized, one) * per_token <= room
             and buffers(sized) - buffers(least) <= SHARE * free
-            and micro_tokens(sized) >= min(MICRO_TOKENS, micro_tokens(least))
+            and micro_tokens(sized) >= min(MICRO_TOKENS, batch_tokens(recipe, one))
         ):
             return recipe if rows == most else sized
     return least
 
 
+def with_rows_at_most(recipe: Recipe, rows: int) -> Recipe:
+    """Returns the recipe with room for so many rows, if `rollout.rows` is left out."""
+    changed = with_section(recipe, "rollout")
+    changed.rollout._rows_at_most = rows
+    return changed
+
+
 def describe_rows(asked: Recipe, recipe: Recipe) -> list[str]:
-    """Returns a line on the rows that memory allows, if they are fewer than the trajectories in flight."""
-    if asked.rollout.rows == recipe.rollout.rows:
+    """Returns a line on the rows and groups in flight that memory allows, if they are fewer than the defaults."""
+    before, plan = asked.plan, recipe.plan
+    if before.rows == plan.rows:
         return []
-    return [
-        f"`rollout.rows = {recipe.plan.rows}`: memory is too short for a row for each of the "
-        f"{recipe.plan.most_trajectories} trajectories in flight"
-    ]
+    flight = "" if before.in_flight == plan.in_flight else f", `rollout.in_flight = {plan.in_flight}`"
+    return [f"`rollout.rows = {plan.rows}`{flight}: memory is too short for {before.rows} rows"]
