@@ -41,8 +41,10 @@ def test_the_loss_is_the_mean_over_the_tokens_of_completions() -> None:
 def test_micro_batches_change_nothing_but_rounding() -> None:
     whole, cut = random_model(2), random_model(2)
     assert fit(whole, DEMOS, options(steps=4)) == pytest.approx(fit(cut, DEMOS, options(steps=4, micro_tokens=10)))
+    # AdamW divides by the size of a gradient, so the rounding of one near zero is a part of a step of 1e-3. How much of
+    # it depends on the processor.
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+        assert torch.allclose(one, other, atol=1e-4)
 
 
 def test_the_loss_falls_and_prompts_are_not_learned() -> None:
