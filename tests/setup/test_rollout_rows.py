@@ -28,7 +28,7 @@ QWEN_1_7B = Qwen3Config(
     head_dim=128, intermediate_size=6144, max_position_embeddings=40_960, tie_word_embeddings=True,
 )  # fmt: skip
 PROMPT = 250  # tokens of the longest prompt
-CARDS = (16, 22, 24, 40, 48, 80, 139)  # GiB
+CARDS = (22, 48, 139)  # GiB
 
 
 def recipe(device: torch.device = CUDA, **sections: Any) -> Recipe:
@@ -115,7 +115,7 @@ def test_groups_in_flight_of_the_recipe_stay_if_rows_are_fewer() -> None:
 
 @pytest.mark.parametrize("config", [QWEN_0_5B, QWEN_1_7B], ids=["0.5B", "1.7B"])
 def test_more_memory_never_makes_rows_fewer(config: Any) -> None:
-    rows = [chosen(recipe(), gib, config).plan.rows for gib in (8, *CARDS, 180)]
+    rows = [chosen(recipe(), gib, config).plan.rows for gib in (8, 22, 24, 40, 64, 180)]
     assert rows == sorted(rows)
     assert rows[-1] == 1_536
 
