@@ -143,7 +143,10 @@ def test_a_key_without_effect_is_an_error(sections: dict[str, Any], words: str) 
             "`rollout.rows = 193` has no effect above 192",
         ),
         ({"rollout": {"rows": 193, "in_flight": 24}}, "`rollout.rows = 193` has no effect above 192"),
-        ({"rollout": {"rows": 385}}, "`rollout.rows = 385` has no effect above 384"),
+        (
+            {"rollout": {"rows": 385}, "model": {"path": "tiny", "lora": {"rank": 4}}},
+            "`rollout.rows = 385` has no effect above 384",
+        ),
         ({"rollout": {"rows": 193}, "engine": {"type": "vllm"}}, "`rollout.rows = 193` has no effect above 192"),
         ({"rollout": {"kv_tokens": 271}}, "`rollout.kv_tokens = 271` is too small for one completion"),
         ({"training": {"steps": 5, "warmup_steps": 5}}, "`training.warmup_steps = 5` never ends"),

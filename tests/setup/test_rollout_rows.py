@@ -34,7 +34,9 @@ CARDS = (22, 48, 139)  # GiB
 def recipe(device: torch.device = CUDA, **sections: Any) -> Recipe:
     rollout = {"prompts": 64, "group": 8, "max_tokens": 512, **sections.pop("rollout", {})}
     model = {"path": "tiny", "lora": {"rank": 32}}
-    made = parse_recipe({"model": model, "task": {"type": "countdown-chain"}, "rollout": rollout, **sections})
+    made = parse_recipe(
+        {"model": sections.pop("model", model), "task": {"type": "countdown-chain"}, "rollout": rollout, **sections}
+    )
     return resolved(made, device)
 
 
@@ -70,16 +72,22 @@ def test_on_a_gpu_three_batches_are_in_flight_and_all_of_them_run(
 
 @pytest.mark.parametrize(
     "made",
-    [recipe(CPU), recipe(engine={"type": "vllm"}), recipe(runtime={"type": "ray"})],
-    ids=["CPU", "vLLM", "cluster"],
+    [
+        recipe(CPU),
+        recipe(engine={"type": "vllm"}),
+        recipe(runtime={"type": "ray"}),
+        recipe(runtime={"deterministic": True}),
+        recipe(model={"path": "tiny"}),
+    ],
+    ids=["CPU", "vLLM", "cluster", "deterministic", "full weights"],
 )
 def test_elsewhere_one_and_a_half_batches_are_in_flight_and_one_runs(made: Recipe) -> None:
     assert (made.plan.in_flight, made.plan.rows) == (96, 512)
 
 
 def test_rows_are_compared_with_the_groups_in_flight_once_the_device_is_known() -> None:
-    raw = {"model": {"path": "tiny"}, "task": {"type": "countdown-chain"}, "rollout": {"rows": 300, "prompts": 16}}
-    made = parse_recipe(raw)
+    model, rollout = {"path": "tiny", "lora": {"rank": 4}}, {"rows": 300, "prompts": 16}
+    made = parse_recipe({"model": model, "task": {"type": "countdown-chain"}, "rollout": rollout})
     assert resolved(made, CUDA).plan.rows == 300
     with pytest.raises(RecipeError, match=r"`rollout\.rows = 300` has no effect above 192"):
         resolved(made, CPU)

@@ -167,14 +167,15 @@ class RolloutSection(Options):
     rows: int | None = Field(
         None,
         ge=1,
-        description="Target number of running trajectories; default: B * G, or what `redundancy` starts; in one "
-        "process on a GPU with the native engine all trajectories in flight, fewer if memory is short (`stretto check` "
-        "prints the number)",
+        description="Target number of running trajectories; default: B * G, or what `redundancy` starts; with "
+        "adapters in one process on a GPU with the native engine all trajectories in flight, fewer if memory is short "
+        "(`stretto check` prints the number)",
     )
     in_flight: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
         None,
         description='Most groups started and not yet in a batch; "full": as many as `staleness` allows, (K + 1) * B; '
-        "default: 1.5 * B, in one process on a GPU with the native engine 3 * B; never more than with `full`",
+        "default: 1.5 * B; with adapters in one process on a GPU with the native engine 3 * B, less if memory is "
+        "short; never more than with `full`",
     )
     max_tokens: int = Field(
         256, ge=1, description="Most tokens of a completion; with several turns, of everything after the prompt"
@@ -416,14 +417,16 @@ class Recipe(Options):
     def starts_ahead(self) -> bool:
         """True if more groups are in flight by default, and all of them run: many rows of a GPU cost little more.
 
-        Measured with the native engine in one process (`docs/performance.md`). On a CPU, rows cost what they compute.
+        Measured for adapters with the native engine in one process (`docs/performance.md`). On a CPU, rows cost what
+        they compute. Versions of full weights are a batch each. A deterministic engine pads every step to all rows.
         """
         return self.runtime.device == "cuda" and self.may_start_ahead
 
     @property
     def may_start_ahead(self) -> bool:
         """True if it starts ahead on a GPU."""
-        return self.runtime.device != "cpu" and self.runtime.type == "local" and self.engine.type == "native"
+        runtime, adapts = self.runtime, self.model.lora is not None and self.engine.type == "native"
+        return adapts and runtime.type == "local" and runtime.device != "cpu" and not runtime.deterministic
 
     @property
     def plan(self) -> Plan:
