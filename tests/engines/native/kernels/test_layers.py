@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import kernel_references
@@ -14,11 +13,13 @@ pytest.importorskip("triton")
 
 from stretto.engines.native.kernels import layers
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 SETTINGS = [
-    pytest.param("cpu", torch.float32, marks=interpreted, id="cpu-float32"),
-    pytest.param("cpu", torch.float16, marks=interpreted, id="cpu-float16"),
+    pytest.param("cpu", torch.float32, marks=on_the_cpu, id="cpu-float32"),
+    pytest.param("cpu", torch.float16, marks=on_the_cpu, id="cpu-float16"),
     pytest.param("cuda", torch.float32, marks=needs_cuda, id="cuda-float32"),
     pytest.param("cuda", torch.bfloat16, marks=needs_cuda, id="cuda-bfloat16"),
     pytest.param("cuda", torch.float16, marks=needs_cuda, id="cuda-float16"),
@@ -59,19 +60,14 @@ ADD_NORM = [  # tokens, hidden, slots, rank; no slots: no adapters
 
 @everywhere
 @pytest.mark.parametrize(("tokens", "hidden", "num_slots", "rank"), ADD_NORM)
-@pytest.mark.parametrize("by_tiles", [False, True])
 def test_the_residual_gets_its_adapters_and_is_normalized(
     tokens: int,
     hidden: int,
     num_slots: int,
     rank: int,
-    by_tiles: bool,
     device: str,
     dtype: torch.dtype,
-    monkeypatch: Any,
 ) -> None:
-    if by_tiles:
-        monkeypatch.setattr(layers, "ADD_NORM_ROWS", 0)
     like: Any = {"device": device, "dtype": dtype}
     wide: Any = {"device": device, "dtype": torch.float32}
     stream, added = random(tokens, hidden, **wide), random(tokens, hidden + num_slots * rank, seed=1, **wide)
@@ -141,8 +137,8 @@ def test_heads_are_adapted_normalized_rotated_and_cached(shape: Any, device: str
 @everywhere
 @pytest.mark.parametrize("tile", [32, 64])
 def test_larger_tiles_compute_the_same(tile: int, device: str, dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setattr(layers, "TOKEN_TILES", ((10**6, tile),))
-    monkeypatch.setattr(layers, "ADD_NORM_ROWS", 0)
+    for tiles in ("TOKEN_TILES", "GATE_TILES"):
+        monkeypatch.setattr(layers, tiles, ((10**6, tile),))
     like: Any = {"device": device, "dtype": dtype}
     inputs = head_inputs(67, 1, 1, 16, 3, 4, True, like)
     for ours, theirs in zip(
@@ -213,14 +209,9 @@ def test_gate_and_up_are_adapted_and_multiplied(
 
 
 @everywhere
-@pytest.mark.parametrize(
-    ("kernel", "by_tiles"), [("add_norm", False), ("add_norm", True), ("gate", False), ("heads", False)]
-)
-def test_no_nan_of_another_version_reaches_a_token(
-    kernel: str, by_tiles: bool, device: str, dtype: torch.dtype, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("kernel", ["add_norm", "gate", "heads"])
+def test_no_nan_of_another_version_reaches_a_token(kernel: str, device: str, dtype: torch.dtype) -> None:
     """Slot 1 is broken, in its B and in what its A gives for every token; the tokens of slots 0 and 2 do not change."""
-    monkeypatch.setattr(layers, "ADD_NORM_ROWS", 0 if by_tiles else 512)
     like: Any = {"device": device, "dtype": dtype}
     tokens, width, num_slots, rank = 6, 24, 3, 4
     slots = torch.tensor([0, 1, 2, 2, 1, 0], device=device)
@@ -276,8 +267,15 @@ def test_an_unknown_activation_is_refused() -> None:
             function(x, 4, "relu", torch.zeros(1, dtype=torch.int64), None, 1, 1.0, x[:, :4])
 
 
-@pytest.mark.parametrize("tokens", [1, 128, 129, 512, 513, 4096])
-def test_tiles_grow_with_the_tokens(tokens: int) -> None:
-    sizes = [layers._tile(n) for n in range(1, tokens + 1, 64)]
-    assert all(a <= b for a, b in itertools.pairwise(sizes))
-    assert layers._tile(tokens) in (16, 32, 64)
+@pytest.mark.parametrize("tiles", [layers.GATE_TILES, layers.TOKEN_TILES])
+def test_tiles_grow_with_the_tokens(tiles: tuple[tuple[int, int], ...]) -> None:
+    sizes = [layers._tile(tokens, tiles) for tokens in (1, 128, 129, 512, 2048, 2049, 8192)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (16, 64)
+
+
+@pytest.mark.parametrize(("rank", "stages"), [(1, 3), (16, 3), (64, 3), (128, 2), (256, 1), (1024, 1)])
+def test_fewer_slots_are_in_flight_if_the_rank_is_large(rank: int, stages: int) -> None:
+    b = torch.empty(2 * rank, 8, dtype=torch.bfloat16)
+    assert layers._stages(3, b, rank, 64) == stages
+    assert layers._stages(3, None, rank, 64) == 1
