@@ -19,7 +19,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Run:
     """The scores of one run."""
 
     label: str
+    problems: int  # that each of its scores is over
     points: Sequence[tuple[float, float, float, float]]  # second, update, score, standard error
 
 
@@ -54,10 +55,12 @@ def read_runs(folders: Sequence[Path], model: str, *, ages: bool = False) -> lis
     if ages:
         ours = [cell for cell in cells if cell["side"] == "native"]
         ours.sort(key=lambda cell: cell["results"]["staleness_mean"])
-        return [Run(aged_label(cell), _points(cell)) for cell in ours]
+        return [_run(aged_label(cell), cell) for cell in ours]
     if not any(cell["side"] == "trl" for cell in cells):
         cells += [each for each in found if each["bench"] == "gsm8k" and _is_nameless(each)]
-    runs = [Run(label_of(cell), _points(cell)) for cell in cells]
+    runs = [_run(label_of(cell), cell) for cell in cells]
+    if len({run.problems for run in runs}) > 1:
+        runs = [replace(run, label=f"{run.label}, {run.problems:,} problems") for run in runs]
     return sorted(runs, key=lambda run: run.label.startswith("TRL"))
 
 
@@ -81,8 +84,9 @@ def aged_label(cell: dict[str, Any]) -> str:
     return f"{name}, mean age {cell['results']['staleness_mean']:.3g}"
 
 
-def _points(cell: dict[str, Any]) -> list[tuple[float, float, float, float]]:
-    return [_point(each) for each in cell["results"]["evaluations"] if each["score"] is not None]
+def _run(label: str, cell: dict[str, Any]) -> Run:
+    scored = [each for each in cell["results"]["evaluations"] if each["score"] is not None]
+    return Run(label, max(each["num_scored"] for each in scored), [_point(each) for each in scored])
 
 
 def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -94,6 +98,7 @@ def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
 def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
     """Returns the picture as SVG."""
     labels = list(dict.fromkeys(run.label for run in runs))
+    problems = " or ".join(f"{count:,}" for count in sorted({run.problems for run in runs}))
     scores = [value for run in runs for _, _, score, error in run.points for value in (score - error, score + error)]
     low, high = math.floor(min(scores) * 20) / 20, math.ceil(max(scores) * 20) / 20
     parts = [
@@ -105,6 +110,7 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
         left = LEFT + number * (PANEL + GAP)
         most = max(point[number] for run in runs for point in run.points)
         parts += _panel(left, name, most, (low, high), colours)
+        parts.append(_text(left, TOP - 10, f"accuracy on {problems} held-out problems, temperature 1", colours["dim"]))
         for run in runs:
             colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
             parts += _line(run, number, left, most, (low, high), colour)
@@ -133,7 +139,6 @@ def _panel(left: float, name: str, most: float, scale: tuple[float, float], colo
     for value in ticks(most):
         yield _text(left + PANEL * value / most, BOTTOM + 18, f"{value:g}", colours["dim"], anchor="middle")
     yield _text(left + PANEL / 2, BOTTOM + 36, name, colours["dim"], anchor="middle")
-    yield _text(left, TOP - 10, "accuracy on 512 held-out problems, temperature 1", colours["dim"])
 
 
 def ticks(most: float) -> list[float]:

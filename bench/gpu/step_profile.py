@@ -3,15 +3,17 @@
     python -m bench.gpu.step_profile --model models/qwen2.5-coder-0.5b --rows 512,1024,1536 --out RESULTS
 
 All rows decode under one of `VERSIONS` LoRA versions, with contexts that are spread evenly between `PROMPT` and
-`PROMPT + SPREAD` tokens, as in the middle of a rollout of short answers. `step_ms` is by the host's clock over `STEPS`
-steps, without the profiler. `kernels` are the milliseconds of a step by kernel, from torch's profiler over as many
-steps more. A part of a step in which no kernel runs is in `step_ms` alone.
+`PROMPT + SPREAD` tokens, as in the middle of a rollout of short answers. `step_ms` is by the host's clock, the median
+over `STEPS` steps without the profiler: a step that captures a graph takes several times as long. `kernels` are the
+milliseconds of a step by kernel, from torch's profiler over as many steps more. A part of a step in which no kernel
+runs is in `step_ms` alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -89,11 +91,13 @@ def measure(model: Any, options: argparse.Namespace, rows: int) -> dict[str, Any
     for _ in range(warm):
         engine.step()
     _synchronize(options.device)
-    began = time.perf_counter()
-    for _ in range(steps):
+    seconds = []
+    for _ in range(steps):  # each waits for the results of the step before it
+        began = time.perf_counter()
         engine.step()
+        seconds.append(time.perf_counter() - began)
     _synchronize(options.device)
-    step_ms = (time.perf_counter() - began) / steps * 1e3
+    step_ms = statistics.median(seconds) * 1e3
     kernels = {} if options.device == "cpu" else kernel_times(engine, steps)
     engine.close()
     for name, each in list(kernels.items())[:SHOWN]:

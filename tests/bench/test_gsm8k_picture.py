@@ -57,7 +57,7 @@ def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
 
 def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
     runs = read_runs([CELLS], "qwen2.5-coder-1.5b")
-    assert runs[0].label == "Stretto, K = 2"
+    assert runs[0].label == "Stretto, K = 2, 1,319 problems"
     assert runs[-1].label.startswith("TRL")
     tree = ElementTree.fromstring(picture(runs, LIGHT, TITLE))
     lines = [each for each in tree.iter() if each.tag.endswith("polyline")]

@@ -18,8 +18,8 @@ from engine_cases import SHAPE, assert_same_supports, build, drive, native, prom
 from kernel_references import REFERENCE
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stretto.engines.native import decode, prefill
 from stretto.engines.native import graph_cache as graphs
-from stretto.engines.native import prefill
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.capture_lock import CAPTURE
 from stretto.engines.native.kernels import prefill_attention
@@ -574,8 +574,18 @@ def test_what_fills_a_prefill_up_reaches_nothing(device):
     agree(drive(engine, requests(8)), drive(mixed(), requests(8)))
 
 
-def test_rows_that_share_a_long_prompt_read_it_together(device):
+@pytest.mark.parametrize("least", [1_000_000, 0])
+def test_rows_that_share_a_long_prompt_read_it_together_if_that_saves_enough(device, least, monkeypatch):
+    monkeypatch.setattr(decode, "SHARED_BYTES", least)
     engine = overlapped(device, rows=24, versions=(0, 1))
+    shared, shape_of = set(), engine._steps._decodes._shape_of
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        shape = shape_of(*arguments, **named)
+        shared.add(shape.shares)
+        return shape
+
+    engine._steps._decodes._shape_of = noted
     work = [
         Request(i, i % 2, prompt_of(40 + 30 * (i % 2), i % 2), i, Sampling(5 + 3 * (i % 11)), group=i % 2)
         for i in range(24)
@@ -590,6 +600,7 @@ def test_rows_that_share_a_long_prompt_read_it_together(device):
     # Twelve rows of each group are two lists; the full pages of the prompts hold 32 and 64 tokens.
     assert saved == 10 * 32 + 10 * 64
     assert engine._rows.shared.saved == 0
+    assert (True in shared) == (least == 0)
     agree(done, drive(mixed(rows=24, versions=(0, 1)), work))
 
 

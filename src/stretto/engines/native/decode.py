@@ -50,7 +50,9 @@ SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048,
     2560, 3072, 4096, 5120, 6144, 8192,
 )  # fmt: skip
-SHARED_SHARE = 0.2  # of the context: if rows have so much in common, it is worth reading once
+# Reading common pages once is a launch more in each layer. It is worth it if it saves this share of the context, and as
+# many bytes of a layer's cache as an H200 reads in the time of that launch (7 us, from the times of 64 and 256 rows).
+SHARED_SHARE, SHARED_BYTES = 0.2, 24 << 20
 FIXED_CHUNK = 256  # tokens of context an item has if results must not depend on neighbours
 
 
@@ -201,7 +203,8 @@ class Decodes:
         if self._deterministic:
             return Shape(size, FIXED_CHUNK, items_bound(size, total, FIXED_CHUNK), lines, shares=False)
         saved = 0 if rows.shared is None else rows.shared.saved
-        shares = everyone and saved >= SHARED_SHARE * total
+        saved_bytes = saved * self._cache.bytes_per_token // self._cache.layers
+        shares = everyone and saved >= SHARED_SHARE * total and saved_bytes >= SHARED_BYTES
         longest = sys.maxsize if shares else int(contexts.max())  # what is shared is an item of its own in any case
         chunk, items = choose_chunk(size, total, longest, self._cache.kv_heads, self._multiprocessors)
         return Shape(size, chunk, items_bound(2 * size, total, chunk) if shares else items, lines, shares)
