@@ -65,7 +65,7 @@ def read_runs(folders: Sequence[Path], model: str, *, ages: bool = False) -> lis
 
 
 def _is_nameless(cell: dict[str, Any]) -> bool:
-    return cell["side"] == "trl" and cell["parameters"].get("model") == "model"
+    return bool(cell["side"] == "trl" and cell["parameters"].get("model") == "model")
 
 
 def label_of(cell: dict[str, Any]) -> str:
