@@ -28,11 +28,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -44,12 +42,27 @@ from typing import Any
 import torch
 
 from bench.gpu.cells import Cell, Cells, add_options, from_options, read_cells
-from bench.gpu.problems import Problem, Score, load_reward, read_problems, score, write_tiny_model, write_tiny_problems
+from bench.gpu.problems import Problem, Score, load_reward, read_problems, score
+from bench.gpu.trl_runs import (
+    MARGIN,
+    Stopwatch,
+    add_run_options,
+    clear_memory,
+    config_of,
+    lora_of,
+    point,
+    quiet,
+    results,
+    run_cells,
+    said,
+    synchronized,
+    tiny_run,
+    training_rows,
+    whole_test,
+)
 
-REWARD = "stretto.environments.rewards.mathematics:reward"
 SWEEP = "16:off,32:off,32:on,64:on"
 SWEEP_UPDATES = 3
-MARGIN = 16  # tokens of context beyond the longest prompt and completion
 # What TRL decides where nothing is said, and what a reader needs to compare.
 STATED = (
     "beta", "loss_type", "epsilon", "epsilon_high", "scale_rewards", "num_iterations", "importance_sampling_level",
@@ -114,32 +127,6 @@ def settings(text: str) -> list[Setting]:
 
 
 # -- what is taken down ------------------------------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Seconds of training: stands still while it is paused."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._counted = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self._counted + (0.0 if self._since is None else self._now() - self._since)
-
-    def run(self) -> None:
-        self._since = self._now()
-
-    def pause(self) -> None:
-        self._counted, self._since = self.seconds, None
-
-
-def synchronized() -> float:
-    """The host's clock after everything that the device was given to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Recorder:
@@ -222,32 +209,11 @@ class Recorder:
         began = self._now()
         found = self._ask()
         clocks = {"elapsed_s": self.watch.seconds, "after_first_s": self.after_first_s()}
-        point = {"version": version, "score": found.accuracy, "num_scored": found.num_problems}
-        lengths = {"mean_tokens": found.mean_tokens, "truncated": found.truncated}
-        self.points.append({**point, **lengths, **clocks, "seconds": self._now() - began})
-        print(f"version {version}: {found.accuracy:.3f} after {clocks['elapsed_s']:.1f} s", flush=True)
+        self.points.append(point(version, found, clocks, self._now() - began))
         self._saved(self.results())
 
     def results(self) -> dict[str, Any]:
-        """Rates are over all updates but the first."""
-        scores = [point["score"] for point in self.points]
-        lists = {"evaluations": list(self.points), "by_update": list(self.updates)}
-        found: dict[str, Any] = {"startup_s": self.startup_s, **lists}
-        if scores:
-            found |= {"eval_before": scores[0], "eval_after": scores[-1], "eval_best": max(scores)}
-        if self.updates:
-            first, later = self.updates[0]["elapsed_s"], self.updates[1:]
-            found |= {"first_update_s": first, "wall_s": self.updates[-1]["elapsed_s"], "updates": len(self.updates)}
-            if later:
-                seconds, tokens = found["wall_s"] - first, sum(update["tokens"] for update in later)
-                found |= {
-                    "tokens_per_s": tokens / seconds,
-                    "seconds_per_update": seconds / len(later),
-                    "rollout_and_scoring_s_per_update": sum(update["rollout_s"] for update in later) / len(later),
-                    "training_s_per_update": sum(update["training_s"] for update in later) / len(later),
-                    "length_mean": sum(update["length_mean"] for update in later) / len(later),
-                }
-        return found
+        return results(self.startup_s, self.points, self.updates)
 
     def callback(self) -> Any:
         """This as a callback of `transformers`."""
@@ -368,44 +334,25 @@ def make_trainer(
 ) -> Any:
     """TRL's trainer over the training problems."""
     from datasets import Dataset
-    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # TRL sets them for vLLM; another trainer would take to DDP
         os.environ.pop(name, None)
     wanted = grpo_options(options, setting, groups, updates, out)
-    if unknown := set(wanted) - {field.name for field in dataclasses.fields(GRPOConfig)}:
-        raise RuntimeError(f"this TRL's `GRPOConfig` does not know {sorted(unknown)}; the bench was written for 1.16")
-    problems = list(read_problems(options.problems, "train"))
-    random.Random(options.seed).shuffle(problems)
-    needed = max(groups, min(groups * updates, len(problems)))
-    rows = [{"prompt": each["messages"], "answer": each["answer"]} for each in problems]
-    while len(rows) < needed:
-        rows += rows
     trainer = GRPOTrainer(
         model=options.model,
         reward_funcs=recorder.reward,
-        args=GRPOConfig(**wanted),
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(
-            r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
+        args=config_of(GRPOConfig, wanted),
+        train_dataset=Dataset.from_list(training_rows(options, groups, updates)),
+        peft_config=lora_of(options),
         callbacks=[recorder.callback()],
     )
-    # It follows the run by the recorder; TRL's own printing of every metric is no part of what is measured.
-    from transformers.trainer_callback import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return quiet(trainer)
 
 
 def stated(trainer: Any, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """How TRL was set up: what was asked for, and its own values for the rest."""
-    given = {"setting": str(setting), "lora_rank": options.rank, "lora_alpha": 2 * options.rank, "dtype": options.dtype}
-    own = {name: getattr(trainer.args, name) for name in STATED if hasattr(trainer.args, name)}
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    plain = {name: value if isinstance(value, int | float | None) else str(value) for name, value in own.items()}
-    return {**given, **plain, "peak_gib": peak}
+    return said(trainer.args, STATED, str(setting), options)
 
 
 def run(
@@ -416,9 +363,7 @@ def run(
     swept_s: float = 0.0,
 ) -> None:
     """The measured run, its cell at every evaluation, and the whole test after it."""
-    parameters = {"model": Path(options.model).name, "seed": options.seed, "seconds": options.seconds}
-    parameters |= {"reward": options.reward.split(":")[-1], **setting.parameters()}
-    cell, whole = Cell("gsm8k", "trl", parameters), Cell("gsm8k-test", "trl", parameters)
+    cell, whole = run_cells("trl", options, setting.parameters())
     if not cells.pending([cell, whole]):
         print(f"{cell.name}: there already", flush=True)
         return
@@ -438,7 +383,7 @@ def run(
         swept_s=swept_s,
         saved=saved,
     )
-    _clear()
+    clear_memory()
     with tempfile.TemporaryDirectory() as folder:
         trainers.append(make_trainer(options, setting, options.groups, options.updates, Path(folder), recorder))
         trainers[0].train()
@@ -451,11 +396,7 @@ def run(
 
 def test_results(trainer: Any, problems: Sequence[Problem], options: argparse.Namespace) -> dict[str, Any]:
     """The whole test after training, sampled at temperature 1 and greedy."""
-    began, after = time.perf_counter(), dict[str, dict[str, Any]]()
-    for way, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        after[way] = evaluation(trainer, problems, temperature, options).as_json()
-    flat = {f"after_{way}": found["accuracy"] for way, found in after.items()}
-    return {**flat, "seconds": time.perf_counter() - began, "after": after}
+    return whole_test(lambda temperature: evaluation(trainer, problems, temperature, options))
 
 
 # -- the sweep ---------------------------------------------------------------------------------------------------------
@@ -505,7 +446,7 @@ def try_setting(options: argparse.Namespace, setting: Setting) -> dict[str, Any]
         max_tokens=options.max_tokens,
     )
     trainer = None
-    _clear()
+    clear_memory()
     with tempfile.TemporaryDirectory() as folder:
         try:
             trainer = make_trainer(options, setting, options.sweep_groups, SWEEP_UPDATES, Path(folder), recorder)
@@ -535,14 +476,6 @@ def unpatched() -> Iterator[None]:
     finally:
         for name, held in modules.items():
             vars(sys.modules[name]).update(held)
-
-
-def _clear() -> None:
-    """Gives back what the trainer before has left; one that ran out of memory is held by its error until here."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def sweep_here(options: argparse.Namespace, cells: Cells, until: float) -> SharedVllm | None:
@@ -609,22 +542,7 @@ def wait_for(path: Path) -> None:
 def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--model", default="Qwen/Qwen2.5-Coder-1.5B-Instruct", help="a folder, or a hub name")
-    parser.add_argument("--problems", type=Path, default=Path("data/gsm8k"), help="what `examples/gsm8k.py` made")
-    parser.add_argument("--reward", default=REWARD)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of training, after the first update")
-    parser.add_argument("--updates", type=int, default=1_000, help="at most")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=32, help="of LoRA, on all linear layers; alpha is twice as much")
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
-    parser.add_argument("--groups", type=int, default=64, help="prompts an update")
-    parser.add_argument("--group", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--max-prompt", type=int, default=384, help="room for the longest prompt, in tokens")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--every", type=int, default=8, help="updates between evaluations")
-    parser.add_argument("--held-out", type=int, default=512, help="test problems of these evaluations")
-    parser.add_argument("--test-problems", type=int, help="of the whole test; default: all, 0: leave it out")
+    add_run_options(parser)
     parser.add_argument("--setting", type=Setting.parse, help="as in `32:off`; default: the fastest of the sweep")
     parser.add_argument("--sweep", type=settings, nargs="?", const=settings(SWEEP), help=f"default: `{SWEEP}`")
     parser.add_argument("--sweep-groups", type=int, default=64, help="prompts an update in the sweep")
@@ -638,12 +556,8 @@ def parser_of() -> argparse.ArgumentParser:
 
 def make_tiny(options: argparse.Namespace, scratch: Path) -> None:
     """Turns the options into those of a run that takes seconds on a CPU, without vLLM."""
-    options.model = str(write_tiny_model(scratch / "tiny"))
-    options.problems = write_tiny_problems(scratch / "problems")
-    options.device, options.dtype, options.vllm = "cpu", "float32", False
-    options.groups, options.group, options.sweep_groups = 2, 2, 2
-    options.max_tokens, options.rank, options.every = 8, 4, 2
-    options.held_out, options.test_problems = 3, 4
+    tiny_run(options, scratch)
+    options.vllm = False
 
 
 def sweep_and_run(options: argparse.Namespace, given: Sequence[str], cells: Cells) -> None:
