@@ -89,8 +89,11 @@ def write_tiny_problems(folder: Path) -> Path:
     return folder
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Writes a random Qwen2 with two layers, and a tokenizer with a token for each byte and a chat template."""
+def write_tiny_model(folder: Path, head_size: int = 16) -> Path:
+    """Writes a random Qwen2 with two layers, and a tokenizer with a token for each byte and a chat template.
+
+    vLLM for the CPU needs a `head_size` of 32.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -111,8 +114,8 @@ def write_tiny_model(folder: Path) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=64 // head_size,
+        num_key_value_heads=32 // head_size,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         eos_token_id=ids[end],

@@ -179,9 +179,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test-problems", type=int, help="of the whole test; default: all, 0: leave it out")
 
 
-def tiny_run(options: argparse.Namespace, scratch: Path) -> None:
+def tiny_run(options: argparse.Namespace, scratch: Path, head_size: int = 16) -> None:
     """Turns the options into those of a run that takes seconds on a CPU."""
-    options.model = str(write_tiny_model(scratch / "tiny"))
+    options.model = str(write_tiny_model(scratch / "tiny", head_size))
     options.problems = write_tiny_problems(scratch / "problems")
     options.device, options.dtype = "cpu", "float32"
     options.groups, options.group, options.sweep_groups = 2, 2, 2
