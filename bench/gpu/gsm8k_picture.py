@@ -70,8 +70,9 @@ def _is_nameless(cell: dict[str, Any]) -> bool:
 
 def label_of(cell: dict[str, Any]) -> str:
     """The name of a line."""
-    if cell["side"] == "trl":
-        return f"TRL {cell['versions']['trl']}, vLLM {cell['versions']['vllm']}"
+    if cell["side"].startswith("trl"):
+        kind = " asynchronous" if cell["side"] == "trl-async" else ""
+        return f"TRL {cell['versions']['trl']}{kind}, vLLM {cell['versions']['vllm']}"
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
     full = ", everything in flight" if cell["parameters"].get("in_flight") == "full" else ""
     return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{full}"

@@ -109,7 +109,7 @@ def difference(device: str, dtype: torch.dtype, head_size: int = 64) -> float:
     def computed(by: Callable[[list[torch.Tensor]], torch.Tensor], kind: torch.dtype) -> list[torch.Tensor]:
         given = [each.to(kind).requires_grad_() for each in inputs]
         out = by(given)
-        return [out, *torch.autograd.grad(out, given, grad.to(kind))]
+        return [out.detach(), *torch.autograd.grad(out, given, grad.to(kind))]
 
     def plain(given: list[torch.Tensor]) -> torch.Tensor:
         query, key, value = given

@@ -505,7 +505,7 @@ def sweep_records(options: argparse.Namespace) -> list[dict[str, Any]]:
             **{name: record["results"][name] for name in names if name in record["results"]},
         }
         for record in read_cells([*options.known, options.out])
-        if record["bench"] == "gsm8k-sweep"
+        if record["bench"] == "gsm8k-sweep" and record["side"] == "trl"
     ]
 
 

@@ -91,6 +91,13 @@ def test_cells_of_trl_without_a_name_count_only_if_no_other_is_the_models(tmp_pa
     assert [run.points[0][2] for run in read_runs([tmp_path], "small")] == [0.25, 0.625]
 
 
+def test_trls_two_trainers_have_lines_of_their_own(tmp_path):
+    for side in ("trl-async", "trl", "native"):
+        write_cell(tmp_path, side, "small", 0.5)
+    labels = [run.label for run in read_runs([tmp_path], "small")]
+    assert labels == ["Stretto, synchronous", "TRL 1.0 asynchronous, vLLM 1.0", "TRL 1.0, vLLM 1.0"]
+
+
 @pytest.mark.parametrize(
     ("most", "expected"),
     [(640.7, [0, 200, 400, 600]), (60, [0, 20, 40, 60]), (3, [0, 1, 2, 3]), (24, [0, 5, 10, 15, 20])],
