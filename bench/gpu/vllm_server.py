@@ -1,6 +1,7 @@
 """A vLLM server in a process of its own, with LoRA adapters that are loaded from folders while it runs.
 
-It listens on this host only and is always stopped at the end, with every process that it has started. If it ends by
+It listens on this host only and is always stopped at the end, with every process that it has started, also if this
+process is killed. If it ends by
 itself, the main thread is interrupted: those who wait for its answers may do so for long. What it prints goes to a
 file. Adapters and their evaluations need nothing but HTTP.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -38,6 +40,11 @@ def free_port() -> int:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
         return port
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to end this process when the one that has started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def served_rank(rank: int) -> int:
@@ -83,6 +90,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment},
                 start_new_session=True,  # a group of its own, to stop its children with it
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         try:
             self._wait(began)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import subprocess
 import sys
 import time
 import types
@@ -231,6 +232,36 @@ def test_a_server_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="has ended by itself"):
         wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends it")
+def test_a_server_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
+    wanted = server_of(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path; from bench.gpu.vllm_server import Server\n"
+        f"log, program = Path({str(tmp_path / 'log')!r}), {wanted.command[:3]!r}\n"
+        "with Server('model', log=log, timeout_s=30.0, program=program) as it:\n"
+        "    print(it._process.pid, flush=True); time.sleep(60)"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    ) as parent:
+        assert parent.stdout is not None
+        server = int(parent.stdout.readline())
+        parent.kill()
+    until = time.monotonic() + 20.0
+    while is_running(server):
+        assert time.monotonic() < until, "the server has outlived its parent"
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process that nobody has waited for yet does anything."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_the_room_for_adapters_is_one_that_vllm_has() -> None:
