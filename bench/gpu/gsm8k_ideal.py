@@ -1,11 +1,14 @@
 """The gain over `synchronous` that full rows allow at best on one device, for the lengths of a GSM8K run.
 
     python -m bench.gpu.gsm8k_ideal bench/results/gpu/gsm8k/0.5b
+    python -m bench.gpu.gsm8k_ideal bench/results/gpu/gsm8k bench/results/gpu/gsm8k/one_and_a_half_batches
 
-Reads the cells of `bench.gpu.gsm8k`: one `synchronous` run and others of the same model. The rollout of a synchronous
-update takes `fixed + b * tokens` seconds, fitted over its updates. `fixed` is the part of the decode steps that costs
-the same with one row as with all of them; there are as many steps as the longest answer has tokens. With rows that are
-always full there are only `tokens / rows` steps. So the ideal gain is
+Reads the cells of `bench.gpu.gsm8k`: `synchronous` runs and others of the same model. Each is compared with the
+synchronous run of its seed, of its own sitting if there is one; without one it is left out.
+
+The rollout of a synchronous update takes `fixed + b * tokens` seconds, fitted over its updates. `fixed` is the part of
+the decode steps that costs the same with one row as with all of them; there are as many steps as the longest answer has
+tokens. With rows that are always full there are only `tokens / rows` steps. So the ideal gain is
 
     (fixed + b * tokens + training) / (fixed * tokens / (rows * longest) + b * tokens + training)
 
@@ -79,17 +82,21 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 
 def compared(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The gain of each run over the synchronous one, and the ideal for as many rows as an update has trajectories."""
-    base = next((cell for cell in cells if cell["parameters"]["paradigm"] == "synchronous"), None)
-    if base is None:
+    bases = [cell for cell in cells if cell["parameters"]["paradigm"] == "synchronous"]
+    if not bases:
         raise ValueError("no cell of a `synchronous` run: `python -m bench.gpu.gsm8k --paradigms synchronous`")
-    ideal = fit(base["results"]["by_update"][1:])
-    best = ideal.gain(ideal.batch)
     found = []
     for cell in cells:
-        if cell is base:
+        alike = [base for base in bases if base["parameters"].get("seed") == cell["parameters"].get("seed")]
+        alike.sort(key=lambda base: base.get("sitting") != cell.get("sitting"))
+        if cell in bases or not alike:
             continue
+        base = alike[0]
+        ideal = fit(base["results"]["by_update"][1:])
+        best = ideal.gain(ideal.batch)
         gain = cell["results"]["tokens_per_s_undisturbed"] / base["results"]["tokens_per_s_undisturbed"]
-        names = {name: cell["parameters"].get(name) for name in ("paradigm", "staleness", "in_flight", "updates")}
+        names = {name: cell["parameters"].get(name) for name in ("paradigm", "staleness", "in_flight", "seed")}
+        names["one_sitting"] = base.get("sitting") == cell.get("sitting")
         spread = (ideal.gain(ideal.batch, errors=1.0) - ideal.gain(ideal.batch, errors=-1.0)) / 2
         found.append({**names, "gain": gain, "ideal": best, "ideal_error": spread, "of_ideal": gain / best})
     return found
@@ -97,18 +104,22 @@ def compared(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", type=Path, help="the folder of the cells")
+    parser.add_argument("cells", type=Path, nargs="+", help="the folders of the cells")
     options = parser.parse_args(arguments)
-    if not options.cells.is_dir():
-        parser.error(f"there is no folder `{options.cells}`")
+    for folder in options.cells:
+        if not folder.is_dir():
+            parser.error(f"there is no folder `{folder}`")
     try:
-        found = compared(read_runs(options.cells))
+        found = compared([cell for folder in options.cells for cell in read_runs(folder)])
     except ValueError as error:
-        parser.error(f"`{options.cells}`: {error}")
+        parser.error(f"`{', '.join(map(str, options.cells))}`: {error}")
     for each in found:
         bound = f"K = {each['staleness']}" + (f", in_flight {each['in_flight']}" if each["in_flight"] else "")
+        if each["seed"] is not None:
+            bound += f", seed {each['seed']}"
+        where = "" if each["one_sitting"] else " (another sitting)"
         print(
-            f"{each['paradigm']}, {bound}: {each['gain']:.3f} x `synchronous`; ideal {each['ideal']:.3f} "
+            f"{each['paradigm']}, {bound}: {each['gain']:.3f} x `synchronous`{where}; ideal {each['ideal']:.3f} "
             f"± {each['ideal_error']:.3f}; {each['of_ideal']:.1%} of the ideal"
         )
 

@@ -53,12 +53,12 @@ def read_runs(folders: Sequence[Path], model: str, *, ages: bool = False) -> lis
     found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     cells = [cell for cell in found if cell["bench"] == "gsm8k" and cell["parameters"].get("model") == model]
     if ages:
-        ours = [cell for cell in cells if cell["side"] == "native"]
+        ours = [cell for cell in cells if cell["side"] == "native" and _scored(cell)]
         ours.sort(key=lambda cell: cell["results"]["staleness_mean"])
         return [_run(aged_label(cell), cell) for cell in ours]
     if not any(cell["side"] == "trl" for cell in cells):
         cells += [each for each in found if each["bench"] == "gsm8k" and _is_nameless(each)]
-    runs = [_run(label_of(cell), cell) for cell in cells]
+    runs = [_run(label_of(cell), cell) for cell in cells if _scored(cell)]
     if len({run.problems for run in runs}) > 1:
         runs = [replace(run, label=f"{run.label}, {run.problems:,} problems") for run in runs]
     return sorted(runs, key=lambda run: run.label.startswith("TRL"))
@@ -74,8 +74,9 @@ def label_of(cell: dict[str, Any]) -> str:
         kind = " asynchronous" if cell["side"] == "trl-async" else ""
         return f"TRL {cell['versions']['trl']}{kind}, vLLM {cell['versions']['vllm']}"
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
-    full = ", everything in flight" if cell["parameters"].get("in_flight") == "full" else ""
-    return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{full}"
+    # Until a row for each trajectory was the default, `in_flight = "full"` had one batch of rows.
+    few = cell["parameters"].get("in_flight") == "full" and "rows" not in cell["parameters"]
+    return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{', 512 rows' * few}"
 
 
 def aged_label(cell: dict[str, Any]) -> str:
@@ -85,8 +86,12 @@ def aged_label(cell: dict[str, Any]) -> str:
     return f"{name}, mean age {cell['results']['staleness_mean']:.3g}"
 
 
+def _scored(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in cell["results"]["evaluations"] if each["score"] is not None]
+
+
 def _run(label: str, cell: dict[str, Any]) -> Run:
-    scored = [each for each in cell["results"]["evaluations"] if each["score"] is not None]
+    scored = _scored(cell)
     return Run(label, max(each["num_scored"] for each in scored), [_point(each) for each in scored])
 
 

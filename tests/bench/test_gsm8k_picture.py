@@ -49,7 +49,7 @@ def test_the_title_is_that_of_the_model():
 def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
     tree = ElementTree.fromstring(picture(read_runs([SMALL], "qwen2.5-coder-0.5b"), colours, "title"))
     texts = [each for each in tree.iter() if each.tag.endswith("text") and float(each.get("y")) == HEIGHT - 9]
-    assert texts[0].text == "Stretto, K = 2, everything in flight"
+    assert texts[0].text == "Stretto, K = 2, 512 rows"
     places = [(float(each.get("x")), float(each.get("x")) + 7 * len(each.text)) for each in texts]
     assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(places))
     assert places[-1][1] < WIDTH

@@ -51,7 +51,7 @@ SIZES = (
     2560, 3072, 4096, 5120, 6144, 8192,
 )  # fmt: skip
 # Reading common pages once is a launch more in each layer. It is worth it if it saves this share of the context, and as
-# many bytes of a layer's cache as an H200 reads in the time of that launch (7 us, from the times of 64 and 256 rows).
+# many bytes of a layer's cache as an H200 reads in the time of that launch (7 us at 64 rows).
 SHARED_SHARE, SHARED_BYTES = 0.2, 24 << 20
 FIXED_CHUNK = 256  # tokens of context an item has if results must not depend on neighbours
 

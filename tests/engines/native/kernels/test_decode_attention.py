@@ -154,7 +154,7 @@ def test_many_items_of_one_row_are_merged() -> None:
     torch.testing.assert_close(decode(cached, q, 64), expected(cached, q), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 32), (7, 1, 48)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 32), (7, 1, 48), (20, 1, 16)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_that_rows_share_are_read_by_their_leader_for_all(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype
@@ -165,6 +165,36 @@ def test_pages_that_rows_share_are_read_by_their_leader_for_all(
     sharing = cached.share({0: [0, 5, 1], 3: [3, 4]}, [5, 5, 0, 3, 3, 5, 0], width=3)
     found = decode(cached, q, 64, max_items=18, sharing=sharing)
     torch.testing.assert_close(found, expected(cached, q), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_common_pages_of_several_chunks_are_split_among_programs() -> None:
+    contexts = [300, 290, 420]
+    cached, q = Cached(contexts, 1, 32, torch.float32), queries(3, 2, 32, torch.float32)
+    sharing = cached.share({0: [0, 1, 2]}, [17, 17, 17], width=3)  # 272 tokens: five chunks
+    found = decode(cached, q, 64, max_items=24, sharing=sharing)  # four programs for each kv head
+    torch.testing.assert_close(found, expected(cached, q), atol=2e-5, rtol=0)
+
+
+def test_too_small_a_bound_with_common_pages_shows_as_nan_and_never_as_a_wrong_number() -> None:
+    contexts = [100, 90, 200, 30]
+    cached, q = Cached(contexts, 1, 32, torch.float32), queries(4, 2, 32, torch.float32)
+    sharing = cached.share({0: [0, 1, 2]}, [2, 2, 2, 0], width=3)
+    wanted, needed = expected(cached, q), 2 + 2 + 1 + 4 + 1 + 1  # items of the rows: 3, 2, 4, 1 at most
+    for bound in range(5, needed):
+        found = decode(cached, q, 64, max_items=bound, sharing=sharing)
+        for row in range(4):
+            if not found[row].isnan().all():
+                torch.testing.assert_close(found[row], wanted[row], atol=2e-5, rtol=0)
+    assert decode(cached, q, 64, max_items=5, sharing=sharing)[3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("size", "element", "tile"),
+    [(64, 2, (32, 5)), (128, 2, (32, 5)), (256, 2, (32, 3)), (128, 4, (32, 3)), (256, 4, (16, 3))],
+)
+def test_tiles_of_common_pages_fit_into_99_kb(size: int, element: int, tile: tuple[int, int]) -> None:
+    """Compiled for sm_89, these take 25 to 74 KB; five stages of larger tiles took more than a small card has."""
+    assert attention.shared_tile(size, element) == tile
 
 
 def test_only_the_leader_reads_the_shared_pages() -> None:

@@ -209,6 +209,20 @@ def test_gate_and_up_are_adapted_and_multiplied(
 
 
 @everywhere
+@pytest.mark.parametrize("absent", [0, 1])
+def test_gate_or_up_may_have_no_adapters(absent: int, device: str, dtype: torch.dtype) -> None:
+    like: Any = {"device": device, "dtype": dtype}
+    gate_up, slots = random(19, 2 * 24 + 2 * 4 * 5, **like), chosen(19, 4, device)
+    slots[:16] = slots[:16] % 2 * 3  # a tile of the first and the last slot
+    b: Any = [factor(4, 5, 24, seed=seed, **like) for seed in (1, 2)]
+    b[absent] = None
+    results = [torch.empty(19, 24, **like) for _ in range(2)]
+    layers.gate(gate_up, 24, "silu", slots, (b[0], b[1]), 5, SCALE, results[0])
+    kernel_references.gate(gate_up, 24, "silu", slots, (b[0], b[1]), 5, SCALE, results[1])
+    close(*results)
+
+
+@everywhere
 @pytest.mark.parametrize("kernel", ["add_norm", "gate", "heads"])
 def test_no_nan_of_another_version_reaches_a_token(kernel: str, device: str, dtype: torch.dtype) -> None:
     """Slot 1 is broken, in its B and in what its A gives for every token; the tokens of slots 0 and 2 do not change."""

@@ -12,11 +12,11 @@ The first launch has a block of queries for all peers, the second one for a sing
 resident. Launch grids depend on `rows` and `max_items` alone, and the host reads nothing back. So a step can be
 captured in a CUDA graph and replayed while contexts grow, as long as there are at most `max_items` chunks.
 
-A row's result depends on its own query, keys, values and context, on `chunk` and on how many pages it shares, and not
-on its neighbours: rows share no sum, and each sum runs over tiles in order.
+A row's result depends on its own query, keys, values and context, on `chunk`, on how many pages it shares and on
+whether `max_items == rows`, and not on its neighbours: rows share no sum, and each sum runs over tiles in order.
 
 Bytes: each program reads 2 * chunk * size * element bytes of the cache once for all heads of its group, in strips of
-`size` elements, with 16-byte loads. Measured on an H200 at 512 and 1,536 rows of a 0.5B model: 3.4 and 2.1 times the
+`size` elements, with 16-byte loads. Measured on an H200 at 512 and 1,536 rows of a 0.5B model: 3.5 and 2.1 times the
 time of the bytes.
 """
 
@@ -33,12 +33,13 @@ from stretto.models.triton_jit import kernel, power_of_two, tl
 # Measured on an H200 (`bench/results/gpu/kernel_variants`). Page numbers take stages too: (stages - 1) // 2 tiles are
 # in flight.
 TILE_BYTES, DIRECT_WARPS, DIRECT_STAGES = 16384, 4, 3  # of a row that is one item whatever its context
-SHARED_TOKENS, SHARED_WARPS, SHARED_STAGES = 32, 4, 5  # of common pages
+SHARED_TOKENS, SHARED_WARPS = 32, 4  # of common pages
+SHARED_STAGES = ((8192, 5), (TILE_BYTES, 3))  # tiles of up to so many bytes: so many. 99 KB of shared memory must do
 OWN_TOKENS, OWN_STAGES = 16, 5  # of every other item
-OWN_LANE_ELEMENTS = 2048  # of the sums of a program, for each warp
+OWN_WARP_ELEMENTS = 2048  # of the sums of a program, for each warp
 MOST_SPLITS = 32  # programs of the common pages of one list, for each kv head
 MERGE_HEADS, MERGE_ITEMS, MERGE_WARPS = 8, 2, 2  # with common pages: many rows of few items
-LONG_MERGE_HEADS, LONG_MERGE_ITEMS, LONG_MERGE_WARPS = 1, 8, 1  # without: rows of many items
+LONG_MERGE_HEADS, LONG_MERGE_ITEMS, LONG_MERGE_WARPS = 1, 8, 1  # without them: rows may have many items
 
 LOG2_E = 1.4426950408889634
 
@@ -75,14 +76,15 @@ def paged_decode(
     if sharing is not None:
         width = sharing.peers.shape[1]
         splits = max(1, min(max_items // (2 * rows), MOST_SPLITS))  # chunks of a row, if all have as many
+        tokens, stages = shared_tile(block_size, keys.element_size())
         _shared_kernel[(rows * kv_heads, splits)](
             q, keys, values, table, plan.first_item, pages, sharing.peers, plan.partial_out, plan.partial_stats,
             scale * LOG2_E, max_items, chunk, splits, stats_stride, *strides, KV_HEADS=kv_heads, GROUP=group, SIZE=size,
-            WIDTH=width, BLOCK_M=max(16, power_of_two(width * group)), BLOCK_N=SHARED_TOKENS, BLOCK_SIZE=block_size,
-            PAGE_SIZE=PAGE, STAGES=SHARED_STAGES, num_warps=SHARED_WARPS,
+            WIDTH=width, BLOCK_M=max(16, power_of_two(width * group)), BLOCK_N=tokens, BLOCK_SIZE=block_size,
+            PAGE_SIZE=PAGE, STAGES=stages, num_warps=SHARED_WARPS,
         )  # fmt: skip
     block_m = max(16, power_of_two(group))
-    tokens, warps, stages = OWN_TOKENS, max(1, min(block_m * block_size // OWN_LANE_ELEMENTS, 4)), OWN_STAGES
+    tokens, warps, stages = OWN_TOKENS, max(1, min(block_m * block_size // OWN_WARP_ELEMENTS, 4)), OWN_STAGES
     if direct:
         tokens, warps, stages = tile_tokens(block_size, keys.element_size()), DIRECT_WARPS, DIRECT_STAGES
     _own_kernel[(max_items * kv_heads,)](
@@ -106,6 +108,13 @@ def paged_decode(
 def tile_tokens(block_size: int, element_size: int) -> int:
     """Returns the tokens of a tile of keys or values: `TILE_BYTES`, within the limits of products and small chunks."""
     return min(max(TILE_BYTES // (block_size * element_size), 16), 128)
+
+
+def shared_tile(block_size: int, element_size: int) -> tuple[int, int]:
+    """Returns the tokens of a tile of common pages, and the stages of its pipeline."""
+    tokens = min(tile_tokens(block_size, element_size), SHARED_TOKENS)
+    size = tokens * block_size * element_size
+    return tokens, next((stages for most, stages in SHARED_STAGES if size <= most), 1)
 
 
 def check_operands(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
@@ -213,7 +222,7 @@ def _own_kernel(  # type: ignore[no-untyped-def]
         end = tl.load(contexts + row).to(tl.int32)
     else:
         listed = tl.load(first_item + rows)
-        row = tl.load(item_row + item)  # with the load before, instead of after it
+        row = tl.load(item_row + item)  # loaded together with `listed`, not after it
         index = tl.load(item_chunk + item)
         if item >= listed:
             return

@@ -25,7 +25,7 @@ from stretto.models.triton_jit import kernel, power_of_two, tl
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 ACTIVATION_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 
-# Measured on an H200 at 64 to 1,536 tokens of three models (`bench/results/gpu/kernel_variants`). Tokens of a program:
+# Measured on an H200 at 64 to 1,536 tokens of two models (`bench/results/gpu/kernel_variants`). Tokens of a program:
 # (up to so many tokens, so many). Large tiles read less of `b`, small ones fill more multiprocessors.
 GATE_TILES: tuple[tuple[int, int], ...] = ((128, 16),)
 TOKEN_TILES: tuple[tuple[int, int], ...] = ((2048, 16),)  # of the other kernels
@@ -45,9 +45,9 @@ def _adapters(  # type: ignore[no-untyped-def]
     """Returns two products `h_own @ b_own` [TILE, COLUMNS] of the same tokens in float32; zeros for a `b` of None.
 
     `h` [TILE] points at each token's column of the first slot. The products with each slot from the smallest to the
-    largest of the tile are computed for all its tokens, and kept for those of that slot. The loop has no branch, so the
-    loads of the next slots are in flight. A row of a product depends on its own row of `h` alone, so a token's bits do
-    not depend on its neighbours.
+    largest of the tile are computed for all its tokens, and kept for those of that slot: slots between them are read
+    even if no token has them. The loop has no branch, so the loads of the next slots are in flight. A row of a product
+    depends on its own row of `h` alone, so a token's bits do not depend on its neighbours.
     """
     total = tl.zeros((TILE, COLUMNS), tl.float32)
     other_total = tl.zeros((TILE, COLUMNS), tl.float32)
@@ -269,8 +269,8 @@ def add_norm(
     """Adds a product with its adapters to the residual stream; returns the norm of the sum.
 
     The adapters are added by tiles first, in a launch of their own, and the norm is computed row by row. Bytes for each
-    token: the row read and written twice, `added` read, `out` written; `b` of the slots present is read once a tile,
-    from the L2 cache. `h` is rounded to the type of `b`, as the trainer rounds it.
+    token: the row read and written twice, `added` read, `out` written; `b` is read once a tile (`_adapters`), from the
+    L2 cache. `h` is rounded to the type of `b`, as the trainer rounds it.
     """
     tokens, hidden = stream.shape
     out = torch.empty_like(stream, dtype=weight.dtype) if out is None else out
@@ -310,8 +310,8 @@ def split_heads(
 ) -> Tensor:
     """Completes q, k and v: adapters, norms of heads, rotary embedding. Writes k and v to the cache and returns q.
 
-    One program for each head of a tile of tokens. Bytes: `qkv` read and as much written; `b` of the slots present is
-    read once a tile, from the L2 cache.
+    One program for each head of a tile of tokens. Bytes: `qkv` read and as much written; `b` is read once a tile
+    (`_adapters`), from the L2 cache.
     """
     tokens, tile, half = qkv.shape[0], _tile(qkv.shape[0], TOKEN_TILES), power_of_two(size // 2, 16)
     q_out = qkv.new_empty(tokens, heads, size) if q_out is None else q_out
@@ -341,8 +341,8 @@ def gate(
     """Returns `activation(gate) * up`, both with their adapters.
 
     One program for each tile of tokens and columns. Bytes: `gate_up` read, half of it written (9 MB at 256 tokens and
-    width 6,144); `b` of the slots present is read once a tile, from the L2 cache. Measured on an H200: about 2.5 times
-    the time of the bytes (10.7 us at 512 tokens and width 4,864, 28 us at 1,536).
+    width 6,144); `b` is read once a tile (`_adapters`), from the L2 cache. Measured on an H200 with four slots: about
+    2.5 times the time of the bytes (10.7 us at 512 tokens and width 4,864, 28 us at 1,536).
     """
     check_activation(activation)
     tokens, tile = gate_up.shape[0], _tile(gate_up.shape[0], GATE_TILES)
