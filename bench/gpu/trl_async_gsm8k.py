@@ -48,8 +48,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu import tree_attention
-from bench.gpu.cells import Cell, Cells, add_options, from_options, read_cells
+from bench.gpu import tree_attention, trl_runs
+from bench.gpu.cells import Cell, Cells, add_options, from_options
 from bench.gpu.problems import Problem, Score, load_reward, read_problems, score
 from bench.gpu.trl_runs import (
     MARGIN,
@@ -508,8 +508,7 @@ def run(
 
 
 def sweep_cell(options: argparse.Namespace, setting: Setting) -> Cell:
-    shared = {"model": Path(options.model).name, "groups": options.groups, "max_tokens": options.max_tokens}
-    return Cell("gsm8k-sweep", SIDE, {**shared, **setting.parameters()})
+    return trl_runs.sweep_cell(SIDE, options, options.groups, setting.parameters())
 
 
 def try_setting(options: argparse.Namespace, setting: Setting, servers: Servers) -> dict[str, Any]:
@@ -537,20 +536,7 @@ def try_setting(options: argparse.Namespace, setting: Setting, servers: Servers)
 def sweep_records(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What each setting of the sweeps under `--out` and `--known` came to."""
     names = ("tokens_per_s", "seconds_per_update", "training_s_per_update", "length_mean", "dropped_share")
-    return [
-        {
-            "setting": str(Setting.of(record["parameters"])),
-            "groups": record["parameters"]["groups"],
-            "model": record["parameters"]["model"],
-            **{
-                name: record["results"][name]
-                for name in (*names, "does_not_fit", "failed")
-                if name in record["results"]
-            },
-        }
-        for record in read_cells([*options.known, options.out])
-        if record["bench"] == "gsm8k-sweep" and record["side"] == SIDE
-    ]
+    return trl_runs.sweep_records(SIDE, options, Setting.of, names)
 
 
 def fastest(records: Sequence[Mapping[str, Any]]) -> Setting | None:

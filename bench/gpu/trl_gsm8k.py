@@ -41,7 +41,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu.cells import Cell, Cells, add_options, from_options, read_cells
+from bench.gpu import trl_runs
+from bench.gpu.cells import Cell, Cells, add_options, from_options
 from bench.gpu.problems import Problem, Score, load_reward, read_problems, score
 from bench.gpu.trl_runs import (
     MARGIN,
@@ -403,8 +404,7 @@ def test_results(trainer: Any, problems: Sequence[Problem], options: argparse.Na
 
 
 def sweep_cell(options: argparse.Namespace, setting: Setting) -> Cell:
-    shared = {"model": Path(options.model).name, "groups": options.sweep_groups, "max_tokens": options.max_tokens}
-    return Cell("gsm8k-sweep", "trl", {**shared, **setting.parameters()})
+    return trl_runs.sweep_cell("trl", options, options.sweep_groups, setting.parameters())
 
 
 class SharedVllm:
@@ -496,17 +496,8 @@ def sweep_here(options: argparse.Namespace, cells: Cells, until: float) -> Share
 
 def sweep_records(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What each setting of the sweeps under `--out` and `--known` came to."""
-    names = ("seconds_per_update", "training_s_per_update", "length_mean", "does_not_fit", "failed")
-    return [
-        {
-            "setting": str(Setting.of(record["parameters"])),
-            "groups": record["parameters"]["groups"],
-            "model": record["parameters"]["model"],
-            **{name: record["results"][name] for name in names if name in record["results"]},
-        }
-        for record in read_cells([*options.known, options.out])
-        if record["bench"] == "gsm8k-sweep" and record["side"] == "trl"
-    ]
+    names = ("seconds_per_update", "training_s_per_update", "length_mean")
+    return trl_runs.sweep_records("trl", options, Setting.of, names)
 
 
 def fastest(records: Sequence[Mapping[str, Any]]) -> Setting | None:

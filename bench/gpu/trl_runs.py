@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.cells import Cell, Parameter
+from bench.gpu.cells import Cell, Parameter, read_cells
 from bench.gpu.problems import Score, read_problems, write_tiny_model, write_tiny_problems
 
 REWARD = "stretto.environments.rewards.mathematics:reward"
@@ -106,6 +106,29 @@ def run_cells(side: str, options: argparse.Namespace, setting: Mapping[str, Para
     parameters: dict[str, Parameter] = {"model": Path(options.model).name, "seed": options.seed}
     parameters |= {"seconds": options.seconds, "reward": options.reward.split(":")[-1], **setting}
     return Cell("gsm8k", side, parameters), Cell("gsm8k-test", side, parameters)
+
+
+def sweep_cell(side: str, options: argparse.Namespace, groups: int, setting: Mapping[str, Parameter]) -> Cell:
+    """The cell of a setting that is tried with so many prompts an update."""
+    shared = {"model": Path(options.model).name, "groups": groups, "max_tokens": options.max_tokens}
+    return Cell("gsm8k-sweep", side, {**shared, **setting})
+
+
+def sweep_records(
+    side: str, options: argparse.Namespace, setting_of: Callable[[Mapping[str, Any]], object], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What each setting of the sweeps under `--out` and `--known` came to: these results, or why there are none."""
+    shown = (*names, "does_not_fit", "failed")
+    return [
+        {
+            "setting": str(setting_of(record["parameters"])),
+            "groups": record["parameters"]["groups"],
+            "model": record["parameters"]["model"],
+            **{name: record["results"][name] for name in shown if name in record["results"]},
+        }
+        for record in read_cells([*options.known, options.out])
+        if record["bench"] == "gsm8k-sweep" and record["side"] == side
+    ]
 
 
 def said(arguments: Any, names: Sequence[str], setting: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """A vLLM server in a process of its own, with LoRA adapters that are loaded from folders while it runs.
 
 It listens on this host only and is always stopped at the end, with every process that it has started, also if this
-process is killed. If it ends by
-itself, the main thread is interrupted: those who wait for its answers may do so for long. What it prints goes to a
-file. Adapters and their evaluations need nothing but HTTP.
+process is killed. If it ends by itself, the main thread is interrupted: those who wait for its answers may do so for
+long. What it prints goes to a file. Adapters and their evaluations need nothing but HTTP.
 """
 
 from __future__ import annotations
