@@ -33,12 +33,18 @@ def tiny(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
 
 
 def random_batch(
-    update: int = 0, groups: int = 3, members: int = 4, seed: int = 0, version: int | None = None, longest: int = 20
+    update: int = 0,
+    groups: int = 3,
+    members: int = 4,
+    seed: int = 0,
+    version: int | None = None,
+    longest: int = 20,
+    prompt_tokens: tuple[int, int] = (1, 7),  # the shortest prompt, and one more than the longest
 ) -> Batch:
     draw = np.random.default_rng(seed)
     samples = []
     for group in range(groups):
-        prompt = tuple(draw.integers(0, VOCABULARY, int(draw.integers(1, 7))).tolist())
+        prompt = tuple(draw.integers(0, VOCABULARY, int(draw.integers(*prompt_tokens))).tolist())
         for member in range(members):
             length = int(draw.integers(1, longest))
             completion = Completion(

@@ -171,15 +171,11 @@ def test_micro_batches_are_not_made_smaller_than_a_sequence_which_is_never_cut()
     trainer.tries = 4
     long = Completion(0, 0, np.ones(6000, np.int32), np.zeros(6000, np.float32), "stop", "")
     samples = [Sample(id, 0, 0, (1,), replace(long, id=id), 1.0) for id in range(2)]
-    role = ThreadedTrainer(trainer, 1, deadline_s=10.0, notice=lambda text: None)
-    try:
-        assert role._smaller(Batch(0, samples)) is None
-        assert role._smaller(Batch(0, samples, micro_tokens=16_384)) == 6_000
-        unequal = [samples[0], replace(samples[1], prompt=(1,) * 3001)]  # 6,000 and 9,000 tokens
-        assert role._smaller(Batch(0, unequal, micro_tokens=16_384)) == 9_000
-        assert role._smaller(Batch(0, unequal, micro_tokens=9_000)) is None
-    finally:
-        role.close()
+    assert trainer.smaller_micro_batches(Batch(0, samples)) is None
+    assert trainer.smaller_micro_batches(Batch(0, samples, micro_tokens=16_384)) == 6_000
+    unequal = [samples[0], replace(samples[1], prompt=(1,) * 3001)]  # 6,000 and 9,000 tokens
+    assert trainer.smaller_micro_batches(Batch(0, unequal, micro_tokens=16_384)) == 9_000
+    assert trainer.smaller_micro_batches(Batch(0, unequal, micro_tokens=9_000)) is None
 
 
 def test_a_batch_that_is_one_small_micro_batch_is_not_cut_further() -> None:

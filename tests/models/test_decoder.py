@@ -28,13 +28,21 @@ def adapted(model, targets=()):
     return model
 
 
-def results(model, *, plain, compiled=False, checkpointing=False, multiple=1, backend="aot_eager"):
+def results(
+    model, *, plain, compiled=False, checkpointing=False, multiple=1, backend="aot_eager", samples=None, shares=False
+):
     """Log-probabilities of a batch, and the gradients of everything that trains."""
     packed = PackedModel(model)
     packed.prepare(compiled=compiled, checkpointing=checkpointing, plain=plain, backend=backend)
     assert (packed.plain is not None) == plain
-    samples = random_batch().samples
-    shape = {"flash": packed.flash, "multiple": multiple, "dtype": torch.float64, "device": packed.head.weight.device}
+    samples = samples or random_batch().samples
+    shape = {
+        "flash": packed.flash,
+        "shares_prompts": shares,
+        "multiple": multiple,
+        "dtype": torch.float64,
+        "device": packed.head.weight.device,
+    }
     micro = micro_batch(samples, range(12), np.zeros(12), np.zeros(12), **shape)
     got, _ = packed.logprobs(micro, 0.9)
     (got * torch.linspace(-1, 2, len(got), device=got.device)).sum().backward()
@@ -83,6 +91,16 @@ def test_compiled_layers_give_the_same_numbers(kind, checkpointing):
     assert_same(results(make(), plain=True, compiled=True, checkpointing=checkpointing), results(make(), plain=False))
 
 
+@pytest.mark.parametrize("kind", ["qwen3 in full", "qwen2 by lora"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_prompts_change_no_value_and_no_gradient(kind, compiled):
+    torch._dynamo.reset()
+    make, samples = MODELS[kind], random_batch(prompt_tokens=(20, 40)).samples
+    shared = results(make(), plain=True, compiled=compiled, samples=samples, shares=True, multiple=8)
+    # Norms are computed in float32 whatever the type, and gradients of a shared prompt are summed before them.
+    assert_same(shared, results(make(), plain=False, samples=samples), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_checkpointing_changes_no_number(plain):
     make = MODELS["qwen3 by lora"]
@@ -96,10 +114,10 @@ def test_batches_of_other_sizes_and_other_layers_do_not_compile_again():
     packed = PackedModel(model)
     packed.prepare(compiled=True, checkpointing=False, backend="aot_eager")
     counts = []
-    for seed, groups in enumerate((2, 3, 1)):
-        samples = random_batch(seed=seed, groups=groups, longest=40 * (seed + 1)).samples
-        nothing = np.zeros(len(samples))
-        micro = micro_batch(samples, range(len(samples)), nothing, nothing, dtype=torch.float64, flash=True, multiple=8)
+    for seed, (groups, prompts) in enumerate(((2, (1, 7)), (3, (1, 7)), (1, (1, 7)), (3, (20, 40)), (1, (17, 18)))):
+        samples = random_batch(seed=seed, groups=groups, longest=40 * (seed + 1), prompt_tokens=prompts).samples
+        nothing, shape = np.zeros(len(samples)), {"flash": True, "multiple": 8, "shares_prompts": True}
+        micro = micro_batch(samples, range(len(samples)), nothing, nothing, dtype=torch.float64, **shape)
         packed.logprobs(micro, 1.0)[0].sum().backward()
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] == 2  # the first layer's input needs no gradient, that of the others does

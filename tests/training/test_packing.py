@@ -9,7 +9,9 @@ from training_cases import random_batch
 
 from stretto.errors import TrainerError
 from stretto.models.packed_attention import bucket_lengths, layout_of
-from stretto.training.packing import first_fit_decreasing, input_lengths, micro_batch, ragged_arange
+from stretto.models.varlen_layout import ragged_arange
+from stretto.training.packing import micro_batch
+from stretto.training.sequence_sizes import first_fit_decreasing, input_lengths
 from stretto.types import Supports
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)

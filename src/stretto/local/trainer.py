@@ -23,15 +23,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stretto.engines.native.capture_lock import CAPTURE, release_cached
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError, RunError, StalledError, StrettoError, TrainerError, describe, first_line
-from stretto.training.options import LEAST_MICRO_TOKENS
-from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.trainer import Trainer
 from stretto.types import Batch, UpdateReport, Weights, WeightsRef
 
@@ -110,7 +106,7 @@ class ThreadedTrainer:
                 made = await self.call(work, name)
                 if isinstance(made, Weights):
                     return report[0], made
-                smaller = None if report else self._smaller(batch)
+                smaller = None if report else self.trainer.smaller_micro_batches(batch)
                 if smaller is not None and attempts <= RETRIES + HALVINGS:
                     attempts += 1
                     self._lowered = min(smaller, self._lowered or smaller)
@@ -199,18 +195,6 @@ class ThreadedTrainer:
             torch.cuda.current_stream(device).synchronize()
         return weights
 
-    def _smaller(self, batch: Batch) -> int | None:
-        """Returns half of the tokens that a micro-batch may have, or those of the longest sequence, which is never cut.
-
-        At least `LEAST_MICRO_TOKENS`. None if no micro-batch would become smaller, or if the trainer makes none.
-        """
-        budget = batch.micro_tokens or self.trainer.micro_tokens
-        if budget is None:
-            return None
-        lengths = input_lengths(batch.samples)
-        smaller = max(min(budget, int(lengths.sum())) // 2, LEAST_MICRO_TOKENS, int(lengths.max()))
-        return smaller if _largest_bin(lengths, smaller) < _largest_bin(lengths, budget) else None
-
     async def _make_room(self, name: str, reason: str, attempt: int, attempts: int) -> None:
         """Has every engine give back part of its KV, and frees the memory that allocators only cache."""
         # All at once, and of a copy: instances come and go meanwhile.
@@ -295,11 +279,6 @@ class ThreadedTrainer:
                 future.set_exception(made)
         self._doing = "nothing"
         return True
-
-
-def _largest_bin(lengths: NDArray[np.int64], budget: int) -> int:
-    """Returns the tokens of the largest micro-batch that sequences of these lengths are packed into."""
-    return max(int(lengths[places].sum()) for places in first_fit_decreasing(lengths, budget))
 
 
 def _reason(error: BaseException) -> str:

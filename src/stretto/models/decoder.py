@@ -34,6 +34,7 @@ from stretto.models.lora import LoraLinear
 from stretto.models.packed_attention import PackedLayout
 from stretto.models.routing import gates, normalizes, routers_of
 from stretto.models.varlen_attention import causal_varlen
+from stretto.models.varlen_layout import VarlenLayout
 
 SILU = {"SiLU", "SiLUActivation"}
 Count = Callable[[Tensor], None]
@@ -152,12 +153,11 @@ def expert_sum(
 
 
 def attention_part(
-    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+    shape: LayerShape, hidden: Tensor, cos: Tensor, sin: Tensor, layout: VarlenLayout, weights: LayerWeights
 ) -> tuple[Tensor, Tensor]:
     """Returns `hidden` [T, width] after attention, in `wide_type`, and the input of the feed-forward or the experts.
 
-    `ends` and `limit` are those of the layout. The input of a product or of attention is rounded to the type of the
-    weights, once, as in the engine's kernels.
+    The input of a product or of attention is rounded to the type of the weights, once, as in the engine's kernels.
     """
     size, dtype = shape.head_size, weights.attention_in.weights[0].dtype
     x = normalized(hidden, weights.before, shape.epsilon).to(dtype)
@@ -167,7 +167,7 @@ def attention_part(
     if weights.query_norm is not None and weights.key_norm is not None:
         q, k = normalized(q, weights.query_norm, shape.epsilon), normalized(k, weights.key_norm, shape.epsilon)
     q, k = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
-    y, _ = causal_varlen(q, k, v, ends, limit, shape.scaling)
+    y, _ = causal_varlen(q, k, v, *layout, shape.scaling)
     hidden = add_projected(hidden, y.flatten(1), weights.attention_out, shape.owners[1], shape.adapter_scale)
     return hidden, normalized(hidden, weights.between, shape.epsilon).to(dtype)
 
@@ -228,27 +228,25 @@ class PlainDecoder:
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        ends: Tensor,
-        limit: Tensor,
+        layout: VarlenLayout,
         weights: LayerWeights,
         ids: Tensor | None = None,
         count: Count | None = None,
     ) -> Tensor:
-        hidden, x = self._attention(hidden, cos, sin, ends, limit, weights)
+        hidden, x = self._attention(hidden, cos, sin, layout, weights)
         return second_part(self._shape, hidden, x, weights, ids, count)
 
     def _attention(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, limit: Tensor, weights: LayerWeights
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: VarlenLayout, weights: LayerWeights
     ) -> tuple[Tensor, Tensor]:
-        return attention_part(self._shape, hidden, cos, sin, ends, limit, weights)
+        return attention_part(self._shape, hidden, cos, sin, layout, weights)
 
     def _compiled_attention(
         self,
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        ends: Tensor,
-        limit: Tensor,
+        layout: VarlenLayout,
         weights: LayerWeights,
         ids: Tensor | None = None,
         count: Count | None = None,
@@ -256,7 +254,7 @@ class PlainDecoder:
         """Does the same as `_layer`, with its attention compiled. Of the weights, that one sees its own alone."""
         assert self._compiled is not None
         own = weights._replace(mlp_in=None, mlp_out=None, experts=None)
-        hidden, x = self._compiled(hidden, cos, sin, ends, limit, own)
+        hidden, x = self._compiled(hidden, cos, sin, layout, own)
         return second_part(self._shape, hidden, x, weights, ids, count)
 
     @property
@@ -282,14 +280,15 @@ class PlainDecoder:
         place = 0  # among the layers that have experts
         for weights in self._layers:
             if layer is not self._layer:
-                for tensor in (hidden, cos, sin, layout.ends):
+                for tensor in (hidden, cos, sin, layout.varlen.copies):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                torch._dynamo.maybe_mark_dynamic(layout.varlen.ends, 1)
             ids = count = None
             if weights.experts is not None:
                 ids = None if layout.routing is None else layout.routing[:, place]
                 count = layout.counts_of(place)
                 place += 1
-            arguments = (hidden, cos, sin, layout.ends, layout.limit, weights, ids, count)
+            arguments = (hidden, cos, sin, layout.varlen, weights, ids, count)
             if self._checkpointing and training:
                 hidden = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:

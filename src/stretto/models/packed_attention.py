@@ -23,12 +23,12 @@ from transformers import AttentionInterface
 
 from stretto.errors import ModelError
 from stretto.models.varlen_attention import causal_varlen
+from stretto.models.varlen_layout import VarlenLayout, varlen_layout
 
 PACKED_ATTENTION = "stretto_packed"
 LAYOUT_ARGUMENT = "packed_layout"  # the keyword by which the model passes the layout to its attention
 
 BUCKET_COST = 128  # one more bucket costs about as much time as this many tokens of padding
-MIN_LIMIT = 128  # flash attention treats a longest length of 1 as decoding
 GRID_RATIO = 1.1  # bucket sizes are chosen among lengths at least this far apart, so that choosing stays cheap
 
 _IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal"})
@@ -39,12 +39,12 @@ class PackedLayout:
     """The places of the sequences of a micro-batch, and their padding in attention.
 
     `gather[i]` is the token at place `i` of the padded buckets, one bucket after the other; padding repeats token 0.
-    `scatter[t]` is the place of token `t`: `gather[scatter[t]] == t`. Without buckets, attention is `causal_varlen`.
+    `scatter[t]` is the place of token `t`: `gather[scatter[t]] == t`. Without buckets, attention is `causal_varlen` by
+    `varlen`, where sequences may continue prefixes.
     """
 
-    longest: int  # length of a sequence
-    ends: torch.Tensor  # [sequences + 1] int32: 0, then the end of each sequence
-    limit: torch.Tensor  # [1] int64 on the host: a bound of the lengths, from a small set
+    longest: int  # length of a sequence, with its prefix
+    varlen: VarlenLayout
     buckets: tuple[tuple[int, int], ...]  # (sequences, padded length)
     gather: torch.Tensor  # [sum of sequences * padded length] int64
     scatter: torch.Tensor  # [T] int64
@@ -60,8 +60,8 @@ class PackedLayout:
 
     def to(self, device: torch.device | str) -> PackedLayout:
         """Returns the same layout, for tensors on `device`."""
-        ends, gather, scatter = (each.to(device) for each in (self.ends, self.gather, self.scatter))
-        return replace(self, ends=ends, gather=gather, scatter=scatter)
+        gather, scatter = self.gather.to(device), self.scatter.to(device)
+        return replace(self, varlen=self.varlen.to(device), gather=gather, scatter=scatter)
 
 
 def bucket_lengths(lengths: NDArray[np.int64], *, bucket_cost: int = BUCKET_COST) -> list[int]:
@@ -90,19 +90,26 @@ def bucket_lengths(lengths: NDArray[np.int64], *, bucket_cost: int = BUCKET_COST
     return chosen[::-1]
 
 
-def layout_of(lengths: NDArray[np.int64], device: torch.device | str = "cpu", *, flash: bool = False) -> PackedLayout:
-    """Returns the layout of sequences of these lengths, in this order: for flash attention, or in buckets."""
-    longest = int(lengths.max())
-    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=ends[1:])
+def layout_of(
+    lengths: NDArray[np.int64],
+    device: torch.device | str = "cpu",
+    *,
+    flash: bool = False,
+    prefixes: NDArray[np.int64] | None = None,
+) -> PackedLayout:
+    """Returns the layout of sequences of these lengths, in this order: for flash attention, or in buckets.
+
+    `prefixes` are the sequences that others continue, as in `varlen_layout`. Buckets have none.
+    """
+    assert flash or prefixes is None
+    varlen = varlen_layout(lengths, prefixes)
     buckets: list[tuple[int, int]] = []
     gather = scatter = np.empty(0, dtype=np.int64)
     if not flash:
         buckets, gather, scatter = _bucketed(lengths)
     return PackedLayout(
-        longest=longest,
-        ends=torch.from_numpy(ends),
-        limit=torch.tensor([max(MIN_LIMIT, 1 << (longest - 1).bit_length())]),
+        longest=int(varlen.ends[1].diff().max()),
+        varlen=varlen,
         buckets=tuple(buckets),
         gather=torch.from_numpy(gather),
         scatter=torch.from_numpy(scatter),
@@ -200,7 +207,7 @@ def packed_attention(
     if not packed_layout.buckets:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return causal_varlen(q, k, v, packed_layout.ends, packed_layout.limit, scale)[0].unsqueeze(0), None
+        return causal_varlen(q, k, v, *packed_layout.varlen, scale)[0].unsqueeze(0), None
     grouped = query.shape[1] != key.shape[1]
     padded = [
         _Pad.apply(states[0].transpose(0, 1), packed_layout.gather, packed_layout.scatter)  # type: ignore[no-untyped-call]

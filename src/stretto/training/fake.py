@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from stretto.errors import TrainerError
 from stretto.models.checksums import checksum
+from stretto.training.sequence_sizes import SequenceSizes
 from stretto.types import Batch, UpdateReport, Weights, by_trajectory
 
 STATE_FILE = "fake.safetensors"
@@ -76,6 +77,10 @@ class FakeTrainer:
     @property
     def micro_tokens(self) -> int | None:
         return None
+
+    def smaller_micro_batches(self, batch: Batch) -> int | None:
+        budget = batch.micro_tokens or self.micro_tokens
+        return None if budget is None else SequenceSizes.of(batch.samples, shares_prompts=False).smaller(budget)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"values": self._values.clone(), "version": torch.tensor(self._version)}

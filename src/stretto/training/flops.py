@@ -5,6 +5,7 @@ Counted are the operations that the mathematics requires:
 - products with weights: twice their elements a token in the forward pass, the same for the gradient of the input, and
   with full-parameter training again for the gradient of the weight;
 - attention: by the squares of the lengths, halved by causality, and twice that in the backward pass;
+- of a prompt that several samples share, all of this once;
 - the head, for the tokens that it is applied to;
 - passes that the algorithm needs before its first step.
 
@@ -19,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from stretto.models.routing import expert_elements
-from stretto.training.packing import input_lengths, sampled_lengths
+from stretto.training.packing import sampled_lengths
+from stretto.training.sequence_sizes import SequenceSizes
 from stretto.types import Batch
 
 # Dense bfloat16 and float16 FLOP/s, by a part of the device's name; the first match counts. ("GH200" has "H200".)
@@ -41,7 +42,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 class Costs:
     """Counts the operations of one model."""
 
-    def __init__(self, model: Any, *, trains_weights: bool) -> None:
+    def __init__(self, model: Any, *, trains_weights: bool, shares_prompts: bool = False) -> None:
         head = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.head_elements = head.weight.numel()
@@ -50,26 +51,29 @@ class Costs:
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.attention_width = config.num_hidden_layers * heads * head_size
+        self.shares_prompts = shares_prompts
         self.passes = 3 if trains_weights else 2  # forward, gradient of the input, gradient of the weight
 
     def forward(self, batch: Batch, *, head: bool = True) -> float:
         """Operations of one forward pass over a batch; a multiplication and an addition count as two."""
-        lengths = input_lengths(batch.samples).astype(np.float64)
-        return self._products(batch, lengths, head=head) + self._attention(lengths)
+        sizes = SequenceSizes.of(batch.samples, shares_prompts=self.shares_prompts)
+        return self._products(batch, sizes, head=head) + self._attention(sizes)
 
     def update(self, batch: Batch) -> float:
         """Operations of all optimizer steps of an update: every token goes forward and backward once."""
-        lengths = input_lengths(batch.samples).astype(np.float64)
+        sizes = SequenceSizes.of(batch.samples, shares_prompts=self.shares_prompts)
         # Attention has two products forward and four backward, whatever is trained.
-        return self.passes * self._products(batch, lengths, head=True) + 3.0 * self._attention(lengths)
+        return self.passes * self._products(batch, sizes, head=True) + 3.0 * self._attention(sizes)
 
-    def _products(self, batch: Batch, lengths: NDArray[np.float64], *, head: bool) -> float:
+    def _products(self, batch: Batch, sizes: SequenceSizes, *, head: bool) -> float:
         targets = int(sampled_lengths(batch.samples).sum()) if head else 0
-        return float(2.0 * (self.elements * lengths.sum() + self.head_elements * targets))
+        return float(2.0 * (self.elements * sizes.total + self.head_elements * targets))
 
-    def _attention(self, lengths: NDArray[np.float64]) -> float:
-        """Two products of `length ** 2 / 2` pairs."""
-        return float(2.0 * self.attention_width * np.square(lengths).sum())
+    def _attention(self, sizes: SequenceSizes) -> float:
+        """Two products of `length ** 2 / 2` pairs, and of each own token with each of its prefix."""
+        squares = np.square(sizes.alone, dtype=np.float64) - np.square(sizes.prefix, dtype=np.float64)
+        shared = np.square(sizes.family_prefixes, dtype=np.float64)
+        return float(2.0 * self.attention_width * (squares.sum() + shared.sum()))
 
 
 def update_flops(

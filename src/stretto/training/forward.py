@@ -97,6 +97,7 @@ class PackedModel:
     has angles that change with the longest sequence.
 
     `flash`: micro-batches are laid out for flash attention. It is fixed by device and type for the life of the model.
+    `shares_prompts`: they compute a prompt once for all samples that have it, which that layout makes possible.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -116,6 +117,10 @@ class PackedModel:
         routing = tap.close()
         causal_lm.config._attn_implementation = PACKED_ATTENTION
         self._check(expected, routing)
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.flash
 
     @property
     def multiple(self) -> int:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from stretto.objectives.base import ObjectiveOptions
 from stretto.training.loss_averaging import token_weights
-from stretto.training.packing import first_fit_decreasing, input_lengths
 from stretto.training.parallel import shares
 from stretto.training.regularizers import imitation_weights
+from stretto.training.sequence_sizes import SequenceSizes
 from stretto.training.trajectories import Trajectories
 from stretto.types import Sample
 
@@ -97,6 +97,21 @@ def split_groups(groups: Sequence[int], num_parts: int) -> list[list[int]]:
     return parts
 
 
+def rank_shares(sizes: SequenceSizes, count: int) -> list[list[int]]:
+    """Divides samples over ranks by their tokens; returns the indices of each rank, in order.
+
+    Samples that share a prompt stay together, unless dividing them makes the largest share smaller: with few prompts,
+    or a long tail, one rank would get too much.
+    """
+    divided = shares(sizes.alone, count)
+    families = sizes.families
+    if count == 1 or len(families) == len(sizes):
+        return divided
+    chosen = shares([sizes[members].total for members in families], count)
+    together = [sorted(index for place in each for index in families[place].tolist()) for each in chosen]
+    return min(together, divided, key=lambda found: max(sizes[share].total for share in found))
+
+
 def split_batch(
     samples: Sequence[Sample],
     algorithm: ObjectiveOptions,
@@ -105,6 +120,7 @@ def split_batch(
     micro_tokens: int,
     rank: int = 0,
     num_ranks: int = 1,
+    shares_prompts: bool = False,
     skipped: NDArray[np.bool_] | None = None,  # [n]
 ) -> list[MiniBatch]:
     """Returns the mini-batches of an update, with the micro-batches of one rank: its share has whole sequences.
@@ -112,7 +128,7 @@ def split_batch(
     Samples that are `skipped` count in the weights and are in no micro-batch. If a mini-batch has no others, it
     computes its shortest sample: a step needs a gradient, and metrics need tokens.
     """
-    sizes = input_lengths(samples)
+    sizes = SequenceSizes.of(samples, shares_prompts=shares_prompts)
     lengths = trained_lengths(samples, algorithm)
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     trajectories = Trajectories.of(samples)
@@ -121,9 +137,9 @@ def split_batch(
         inside = np.asarray(indices, dtype=np.int64)
         computed = inside if skipped is None else inside[~skipped[inside]]
         if not len(computed):
-            computed = inside[[np.argmin(sizes[inside])]]
-        shared = [computed[share] for share in shares(sizes[computed], num_ranks)]
-        bins = [first_fit_decreasing(sizes[share], micro_tokens) for share in shared]
+            computed = inside[[np.argmin(sizes.alone[inside])]]
+        shared = [computed[share] for share in rank_shares(sizes[computed], num_ranks)]
+        bins = [sizes[share].bins(micro_tokens) for share in shared]
         weights = np.zeros(len(samples))
         weights[inside] = token_weights(
             lengths[inside], algorithm.average, algorithm.average_tokens, trajectories.part(inside)

@@ -3,6 +3,9 @@
 A sequence of `p` prompt and `c` completion tokens enters the model as its first `p + c - 1` tokens: the last one
 predicts nothing. Completion token `j` is predicted at position `p - 1 + j`. In an episode with several turns, only the
 sampled tokens are targets; tokens observed between turns are context, like the prompt.
+
+Samples with the same prompt may share it (`sequence_sizes.py`): its tokens but the last are then a sequence of their
+own, before the first of them.
 """
 
 from __future__ import annotations
@@ -18,30 +21,10 @@ from numpy.typing import NDArray
 from stretto.errors import TrainerError
 from stretto.models.packed_attention import PackedLayout, layout_of
 from stretto.models.routing import RoutingShape
+from stretto.models.varlen_layout import ragged_arange
 from stretto.training.logit_supports import PackedSupports, pack_supports
+from stretto.training.sequence_sizes import prompt_families
 from stretto.types import Sample
-
-
-def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[list[int]]:
-    """Puts sequences into bins of at most `budget` tokens, longest first, each into the first bin with room for it.
-
-    Every index appears exactly once. A sequence longer than the budget gets its own bin. Equal lengths keep their
-    order, so the result depends on the arguments alone.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[index])
-        for place, free in enumerate(room):
-            if size <= free:
-                bins[place].append(index)
-                room[place] -= size
-                break
-        else:
-            bins.append([index])
-            room.append(max(0, budget - size))
-    return bins
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +45,6 @@ class MicroBatch:
     supports: PackedSupports | None = None  # of the targets; None: drawn from the whole vocabulary
 
 
-def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
-    """The number of input tokens of each sample [n]."""
-    return np.array([max(1, len(s.prompt) + len(s.completion.tokens) - 1) for s in samples], dtype=np.int64)
-
-
 def sampled_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
     """The number of sampled tokens of each sample [n], which are those that it is trained on."""
     return np.array([s.completion.num_sampled for s in samples], dtype=np.int64)
@@ -82,63 +60,104 @@ def micro_batch(
     dtype: torch.dtype = torch.float32,
     flash: bool = False,
     multiple: int = 1,
+    shares_prompts: bool = False,
     routing: RoutingShape | None = None,
 ) -> MicroBatch:
     """Packs the chosen samples. `advantages` and `weights` have one entry for each sample of the whole batch.
 
-    With `routing` the layout has the experts that the samples recorded. With `flash` it is for flash attention, and a
-    further sequence that predicts nothing pads the inputs to a `multiple` of tokens. Everything goes to the device in
-    a few transfers that the host does not wait for.
+    With `routing` the layout has the experts that the samples recorded. With `flash` it is for flash attention: samples
+    may share their prompts, and a further sequence that predicts nothing pads the inputs to a `multiple` of tokens.
+    Everything goes to the device in a few transfers that the host does not wait for.
     """
-    if multiple > 1 and not flash:
-        raise ValueError(f"`multiple = {multiple}` needs `flash`: other layouts are padded already")
-    whole, prompts, completions = _concatenate([samples[index] for index in chosen])
-    totals = prompts + completions
-    starts = np.cumsum(totals) - totals  # of each sequence in `whole`
-    lengths = np.maximum(totals - 1, 1)
-    offsets = np.cumsum(lengths) - lengths  # of each sequence among the inputs
+    if (multiple > 1 or shares_prompts) and not flash:
+        raise ValueError(
+            f"`multiple = {multiple}` and `shares_prompts = {shares_prompts}` need `flash`: other layouts are padded"
+        )
+    own = [samples[index] for index in chosen]
+    whole, prompts, completions = _concatenate(own)
+    pieces = _pieces(prompts, completions, prompt_families(own) if shares_prompts else None)
+    sources = np.repeat(pieces.starts, pieces.lengths) + ragged_arange(pieces.lengths)
 
-    sampled = [samples[index].completion.sampled for index in chosen]
+    sampled = [sample.completion.sampled for sample in own]
     num_targets = np.array([len(places) for places in sampled], dtype=np.int64)
     within = np.concatenate(sampled)
     owner = np.repeat(np.arange(len(chosen)), num_targets)
     rows = np.asarray(chosen, dtype=np.int64)
     behaviour = np.concatenate(
         [
-            np.asarray(samples[index].completion.logprobs, dtype=np.float64)[places]
-            for index, places in zip(chosen, sampled, strict=True)
+            np.asarray(sample.completion.logprobs, dtype=np.float64)[places]
+            for sample, places in zip(own, sampled, strict=True)
         ]
     )
-    inputs = whole[np.repeat(starts, lengths) + ragged_arange(lengths)]
+    targets = whole[(np.cumsum(prompts + completions) - completions)[owner] + within]
+    inputs, positions = whole[sources], np.repeat(pieces.positions, pieces.lengths) + ragged_arange(pieces.lengths)
+    lengths, prefixes = pieces.lengths, pieces.prefixes
     filling = -len(inputs) % multiple
     if filling:
-        inputs, lengths = np.append(inputs, np.zeros(filling, np.int64)), np.append(lengths, filling)
-    layout = layout_of(lengths, flash=flash)
-    predicts = (offsets + prompts - 1)[owner] + within
-    targets = whole[(starts + prompts)[owner] + within]
-    indices = [inputs, ragged_arange(lengths), predicts, targets, owner, layout.gather, layout.scatter, layout.ends]
-    input_ids, position_ids, on_predicts, on_targets, sequences, gather, scatter, ends = _transfer(
+        inputs, positions = np.append(inputs, np.zeros(filling, np.int64)), np.append(positions, np.arange(filling))
+        lengths, prefixes = np.append(lengths, filling), np.append(prefixes, -1)
+    layout = layout_of(lengths, flash=flash, prefixes=prefixes if (prefixes >= 0).any() else None)
+    varlen = layout.varlen
+    indices = [
+        inputs, positions, pieces.first_predicting[owner] + within, targets, owner, layout.gather, layout.scatter,
+        varlen.ends.view(-1), varlen.copies,
+    ]  # fmt: skip
+    input_ids, position_ids, predicts, on_targets, sequences, gather, scatter, ends, copies = _transfer(
         indices, torch.int64, device
     )
-    experts = None
-    if routing is not None:
-        experts = _routing([samples[index] for index in chosen], lengths[: len(chosen)], filling, routing).to(device)
+    experts = None if routing is None else _routing(own, sources, filling, routing).to(device)
     reals = [behaviour, advantages[rows][owner], weights[rows][owner]]
     behaviour_logprobs, token_advantages, token_shares = _transfer(reals, dtype, device)
+    varlen = varlen._replace(ends=ends.int().view(2, -1), copies=copies)
     return MicroBatch(
         samples=tuple(chosen),
         num_targets=tuple(num_targets.tolist()),
         input_ids=input_ids,
         position_ids=position_ids,
-        layout=replace(layout, gather=gather, scatter=scatter, ends=ends.int(), routing=experts, filling=filling),
-        predicts=on_predicts,
+        layout=replace(layout, gather=gather, scatter=scatter, varlen=varlen, routing=experts, filling=filling),
+        predicts=predicts,
         targets=on_targets,
         behaviour_logprobs=behaviour_logprobs,
         advantages=token_advantages,
         weights=token_shares,
         sequences=sequences,
-        supports=_supports([samples[index] for index in chosen], targets, device),
+        supports=_supports(own, targets, device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The sequences of a micro-batch, in order: one for each sample, and each shared prefix before its first sample."""
+
+    starts: NDArray[np.int64]  # of their tokens among all tokens of the samples
+    lengths: NDArray[np.int64]
+    positions: NDArray[np.int64]  # of their first tokens in their samples
+    prefixes: NDArray[np.int64]  # the piece that each continues; -1: none
+    first_predicting: NDArray[np.int64]  # [samples]: the input that predicts the first token of a completion
+
+
+def _pieces(prompts: NDArray[np.int64], completions: NDArray[np.int64], families: NDArray[np.int64] | None) -> _Pieces:
+    """Divides samples, given by the lengths of their prompts and completions; `families` None: nothing is shared."""
+    totals = prompts + completions
+    starts, lengths = np.cumsum(totals) - totals, np.maximum(totals - 1, 1)
+    count = len(prompts)
+    if families is None or (families < 0).all():
+        offsets = np.cumsum(lengths) - lengths
+        return _Pieces(starts, lengths, np.zeros_like(starts), np.full(count, -1), offsets + prompts - 1)
+    shared = np.where(families < 0, 0, prompts - 1)
+    _, firsts = np.unique(families[families >= 0], return_index=True)
+    firsts = np.flatnonzero(families >= 0)[firsts]  # the first sample of each family, family by family
+    is_first = np.zeros(count, dtype=np.int64)
+    is_first[firsts] = 1
+    places = np.arange(count) + np.cumsum(is_first)  # of the samples among the pieces: behind all prefixes so far
+    of_prefixes = places[firsts] - 1
+    made = [np.empty(count + len(firsts), dtype=np.int64) for _ in range(4)]
+    values = (starts + shared, lengths - shared, shared, np.where(families < 0, -1, of_prefixes[families]))
+    of_shared = (starts[firsts], shared[firsts], np.zeros_like(firsts), np.full_like(firsts, -1))
+    for whole, own, common in zip(made, values, of_shared, strict=True):
+        whole[places], whole[of_prefixes] = own, common
+    offsets = np.cumsum(made[1]) - made[1]
+    return _Pieces(made[0], made[1], made[2], made[3], offsets[places] + prompts - 1 - shared)
 
 
 def _concatenate(samples: Sequence[Sample]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -187,10 +206,13 @@ def _supports(
         raise TrainerError(f"among trajectories {first} to {last}: {error}") from error
 
 
-def _routing(chosen: Sequence[Sample], lengths: NDArray[np.int64], filling: int, shape: RoutingShape) -> torch.Tensor:
-    """The experts [T, layers, k] that the inputs were routed to; those of `filling` are the first ones."""
+def _routing(chosen: Sequence[Sample], sources: NDArray[np.int64], filling: int, shape: RoutingShape) -> torch.Tensor:
+    """The experts [T, layers, k] that the inputs were routed to; those of `filling` are the first ones.
+
+    `sources` are the inputs among all tokens of the samples. A record lacks the last of them, which is no input.
+    """
     records = []
-    for sample, length in zip(chosen, lengths.tolist(), strict=True):
+    for sample in chosen:
         record = sample.completion.routing
         if record is None:
             raise TrainerError(
@@ -198,16 +220,20 @@ def _routing(chosen: Sequence[Sample], lengths: NDArray[np.int64], filling: int,
                 "deletes records that its own updates no longer need; one that is to be trained again from its journal "
                 "needs `training.keep_routing = true` from its start"
             )
-        expected = (length, shape.layers, shape.chosen)
+        total = len(sample.prompt) + len(sample.completion.tokens)
+        expected = (max(1, total - 1), shape.layers, shape.chosen)
         if record.shape != expected or (record.size and int(record.max()) >= shape.experts):
             raise TrainerError(
                 f"trajectory {sample.trajectory} has a record of routing of {record.shape}, expected {expected} with "
                 f"experts below {shape.experts}"
             )
-        records.append(record.astype(np.int64))
+        records.append(record)
+        if len(record) < total:
+            records.append(record[-1:])  # in the place of the last token
+    made = [np.concatenate(records)[sources].astype(np.int64)]
     if filling:
-        records.append(np.broadcast_to(np.arange(shape.chosen), (filling, shape.layers, shape.chosen)))
-    return torch.from_numpy(np.concatenate(records))
+        made.append(np.broadcast_to(np.arange(shape.chosen), (filling, shape.layers, shape.chosen)))
+    return torch.from_numpy(np.concatenate(made))
 
 
 def _transfer(
@@ -218,9 +244,3 @@ def _transfer(
     if torch.device(device).type == "cuda":
         joined = joined.pin_memory()
     return joined.to(device, non_blocking=True).split_with_sizes([len(part) for part in parts])
-
-
-def ragged_arange(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`0 .. n - 1` for each length `n`, one after the other."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)

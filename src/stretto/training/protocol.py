@@ -28,6 +28,10 @@ class Trainer(Protocol):
         """The most tokens of a micro-batch, unless a batch names another number; None if it makes none."""
         ...
 
+    def smaller_micro_batches(self, batch: Batch) -> int | None:
+        """The most tokens that micro-batches of half the size have; None if none would become smaller."""
+        ...
+
     def update(self, batch: Batch) -> UpdateReport:
         """Runs update `batch.update`. Raises `TrainerError`, and then nothing has changed.
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stretto.training.packing import first_fit_decreasing, input_lengths, micro_batch
+from stretto.training.packing import micro_batch
+from stretto.training.sequence_sizes import SequenceSizes
 from stretto.training.trainer import LocalTrainer
 from stretto.types import Sample, Weights
 
@@ -33,10 +34,12 @@ def rescore(trainer: LocalTrainer, samples: Sequence[Sample]) -> list[NDArray[np
     packed, zeros = trainer.packed, np.zeros(len(samples))
     dtype = torch.float64 if packed.head.weight.dtype == torch.float64 else torch.float32
     found: dict[int, NDArray[np.float64]] = {}
-    for chosen in first_fit_decreasing(input_lengths(samples), trainer.options.micro_batch_tokens):
+    sizes = SequenceSizes.of(samples, shares_prompts=packed.shares_prompts)
+    for chosen in sizes.bins(trainer.options.micro_batch_tokens):
         micro = micro_batch(
             samples, chosen, zeros, zeros,
-            device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple, routing=trainer.routing,
+            device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple,
+            shares_prompts=packed.shares_prompts, routing=trainer.routing,
         )  # fmt: skip
         with torch.inference_mode(False), packed.as_in_training():
             logprobs, _ = packed.logprobs(micro, trainer.temperature)

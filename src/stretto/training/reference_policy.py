@@ -35,7 +35,7 @@ class Reference:
     ) -> None:
         """`values` None: the adapters are zero."""
         self.packed = packed
-        self.costs = Costs(packed.model, trains_weights=False)
+        self.costs = Costs(packed.model, trains_weights=False, shares_prompts=packed.shares_prompts)
         self._adapters = list(adapters)
         self._values = None if values is None else list(values)
         self._device = packed.head.weight.device

@@ -60,7 +60,7 @@ from stretto.training.mini_batches import (
 )
 from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
-from stretto.training.packing import MicroBatch, input_lengths, micro_batch
+from stretto.training.packing import MicroBatch, micro_batch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
 from stretto.training.probes import score_probe
@@ -68,6 +68,7 @@ from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference, make_reference
 from stretto.training.regularizers import reward_penalties
 from stretto.training.reward_shaping import ShapedRewards
+from stretto.training.sequence_sizes import SequenceSizes, input_lengths
 from stretto.training.sharding import Sharding, wants_sharding
 from stretto.training.teachers import Teachers, teacher_metrics
 from stretto.training.token_reports import token_reports
@@ -176,7 +177,7 @@ class LocalTrainer:
         self.optimizer = Optimizer(trainable, self.options, self.ranks, rates)
         base = base if base is not None else str(getattr(model, "name_or_path", ""))
         self.policy = PolicyWeights(model, lora, adapted, base, self.ranks, self.sharding)
-        self.costs = Costs(model, trains_weights=lora is None)
+        self.costs = Costs(model, trains_weights=lora is None, shares_prompts=self.packed.shares_prompts)
         peak = peak_flops(self.device, self.packed.head.weight.dtype)
         self.peak = None if peak is None else peak * self.ranks.count
         self.reference: Reference | None = None
@@ -235,6 +236,10 @@ class LocalTrainer:
     def micro_tokens(self) -> int:
         return self.options.micro_batch_tokens
 
+    def smaller_micro_batches(self, batch: Batch) -> int | None:
+        sizes = SequenceSizes.of(batch.samples, shares_prompts=self.packed.shares_prompts)
+        return sizes.smaller(batch.micro_tokens or self.micro_tokens)
+
     def update(self, batch: Batch) -> UpdateReport:
         started = time.perf_counter()
         if batch.update != self.version:
@@ -290,7 +295,7 @@ class LocalTrainer:
         return split_batch(
             batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
             micro_tokens=batch.micro_tokens or self.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
-            skipped=skipped,
+            shares_prompts=self.packed.shares_prompts, skipped=skipped,
         )  # fmt: skip
 
     def _run_steps(
@@ -420,7 +425,7 @@ class LocalTrainer:
         return micro_batch(
             batch.samples, plan.samples, zeros if advantages is None else advantages,
             zeros if weights is None else weights, device=self.device, dtype=self._dtype,
-            flash=packed.flash, multiple=packed.multiple, routing=routing,
+            flash=packed.flash, multiple=packed.multiple, shares_prompts=packed.shares_prompts, routing=routing,
         )  # fmt: skip
 
     @property

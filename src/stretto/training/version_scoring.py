@@ -23,9 +23,10 @@ from stretto.errors import LostObjectError, TrainerError
 from stretto.models.checksums import checksum
 from stretto.training.forward import PackedModel
 from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, computed_samples, micro_batch_plans
-from stretto.training.packing import MicroBatch, first_fit_decreasing, input_lengths
+from stretto.training.packing import MicroBatch
 from stretto.training.parallel import Ranks
 from stretto.training.policy_weights import PolicyWeights
+from stretto.training.sequence_sizes import SequenceSizes
 from stretto.types import Batch, Sample, Weights, WeightsRef, older_versions
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,16 @@ class ScoredSample:
 
 
 def version_passes(
-    batch: Batch, chosen: Sequence[int], shares: Sequence[Sequence[int]], *, rank: int, micro_tokens: int
+    batch: Batch,
+    chosen: Sequence[int],
+    shares: Sequence[Sequence[int]],
+    *,
+    rank: int,
+    micro_tokens: int,
+    shares_prompts: bool = False,
 ) -> list[VersionPasses]:
     """Plans the passes that score the `chosen` samples, oldest version first. `shares` are the samples of each rank."""
-    sizes, wanted = input_lengths(batch.samples), dict[int, set[int]]()
+    sizes, wanted = SequenceSizes.of(batch.samples, shares_prompts=shares_prompts), dict[int, set[int]]()
     for index in chosen:
         for version in older_versions([batch.samples[index]], batch.update):
             wanted.setdefault(version, set()).add(index)
@@ -66,7 +73,7 @@ def version_passes(
         bins = []
         for share in shares:
             own = np.array([index for index in share if index in of_version], dtype=np.int64)
-            bins.append([tuple(own[each].tolist()) for each in first_fit_decreasing(sizes[own], micro_tokens)])
+            bins.append([tuple(own[each].tolist()) for each in sizes[own].bins(micro_tokens)])
         passes.append(VersionPasses(version, bins[rank], max(map(len, bins))))
     return passes
 
@@ -134,7 +141,14 @@ class VersionScorer:
             for rank in range(self._ranks.count)
         ]
         budget = batch.micro_tokens or self._micro_tokens
-        passes = version_passes(batch, chosen, shares, rank=self._ranks.rank, micro_tokens=budget)
+        passes = version_passes(
+            batch,
+            chosen,
+            shares,
+            rank=self._ranks.rank,
+            micro_tokens=budget,
+            shares_prompts=self._packed.shares_prompts,
+        )
         found = self._run(batch, passes)
         for plan in micro_batch_plans(mini_batches):
             if any(index in found for index in plan.samples):
