@@ -174,17 +174,21 @@ def test_an_update_through_the_plain_decoder_is_that_of_the_stock_modules():
 @needs_cuda
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "shares"), [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize(("half", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
-def test_on_cuda_half_precision_follows_float32_on_the_processor(lora, compiled, checkpointing, half, tolerance):
+def test_on_cuda_half_precision_follows_float32_on_the_processor(
+    lora, compiled, checkpointing, shares, half, tolerance
+):
     def make(dtype, device):
         model = tiny(dtype=dtype, hidden_size=64, head_dim=64, intermediate_size=96, initializer_range=0.1)
         return (adapted(model) if lora else model).to(device)
 
-    expected, gradients = results(make(torch.float32, "cpu"), plain=False)
+    samples = random_batch(prompt_tokens=(20, 40)).samples
+    expected, gradients = results(make(torch.float32, "cpu"), plain=False, samples=samples)
     got, ours = results(
         make(half, "cuda"),
         plain=True, compiled=compiled, checkpointing=checkpointing, multiple=128, backend="inductor",
+        samples=samples, shares=shares,
     )  # fmt: skip
     assert (got.cpu() - expected).abs().max() < tolerance
     assert gradients.keys() == ours.keys()
