@@ -35,19 +35,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from stretto.engines.native.fused import fits
-from stretto.engines.native.kernels.kernel_set import TRITON
 from stretto.engines.vllm.lora_ranks import slot_rank
 from stretto.errors import RecipeError, first_line
-from stretto.models import decoder
-from stretto.models.expert_adapters import ExpertAdapter
 from stretto.models.expert_products import aligned_rank
-from stretto.models.lora import inject_lora
 from stretto.models.varlen_attention import flash_fits
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, planned_bytes, total_bytes, with_section
 from stretto.setup.memory_sizes import (
     GIB,
@@ -60,11 +55,10 @@ from stretto.setup.memory_sizes import (
     kv_bytes_per_token,
     kv_copies,
     longest_trajectory,
-    matrix_elements,
     micro_batch_tokens,
-    reference_bytes,
     scored_ahead_bytes,
 )
+from stretto.setup.parameter_counts import ParameterCounts
 from stretto.setup.reward_model_memory import reward_model_footprint
 from stretto.setup.teacher_memory import teachers_footprint
 from stretto.training.options import LEAST_MICRO_TOKENS
@@ -151,13 +145,15 @@ def footprint(
     longest_prompt: int,
     device: torch.device,
     *,
+    counted: CountedModels | None = None,
     free: int | None = None,
     trains: bool = True,
     here: bool = True,
 ) -> Footprint:
     """Plans the memory of a run on `device`.
 
-    `free` are the bytes to plan with on CUDA; None asks the device. Without `trains` the plan is for an instance alone:
+    `counted` are its models; None: they are counted here. `free` are the bytes to plan with on CUDA; None asks the
+    device. Without `trains` the plan is for an instance alone:
     trainer and weight store are in other processes. Without `here` it is for a device of another machine. Raises
     `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
     """
@@ -165,7 +161,7 @@ def footprint(
     asked = total = free
     if on_cuda and free is None:
         free, total = free_bytes(recipe, device), total_bytes(recipe, device)
-    counted = count_weights(recipe, config, device)
+    counted = counted or count_models(recipe, config, device)
     need = without_kv(recipe, config, counted, longest_prompt, device, free or 0)
     if not trains:
         need = _instance_alone(need)
@@ -189,7 +185,7 @@ def footprint(
 def spare_bytes(
     recipe: Recipe,
     config: Any,
-    counted: Counted,
+    counted: CountedModels,
     longest_prompt: int,
     device: torch.device,
     *,
@@ -210,22 +206,29 @@ def spare_bytes(
 
 
 def rank_footprint(
-    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int = 0
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    counted: CountedModels | None = None,
+    free: int = 0,
 ) -> Footprint:
     """Plans the memory of one rank of the trainer on a cluster. `free` are the bytes that it has on CUDA.
+
+    `counted` are the models of the run; None: they are counted here.
 
     Full weights of several ranks are sharded (`training/sharding.py`): a rank has its part of the layers, and one layer
     whole while that runs and the next is fetched. Everything else is whole on every rank.
     """
-    counted, dtype = count_weights(recipe, config, device), choose_dtype(recipe.model.dtype, device)
+    counted = counted or count_models(recipe, config, device)
     need = without_kv(recipe, config, counted, longest_prompt, device, free)
     need = replace(need, versions=0, store=0, engine=0)
-    if not is_sharded(recipe, counted, dtype):
+    if not is_sharded(recipe, counted):
         return need
-    parameters = counted.one_base // dtype.itemsize
-    in_layers = sum(each.numel() for name, each in counted.model.named_parameters() if ".layers." in name)
+    parameters, in_layers = counted.policy.total, counted.policy.in_layers
     part = (parameters - in_layers + in_layers / recipe.runtime.trainers) / parameters
-    layer = in_layers // config.get_text_config().num_hidden_layers * dtype.itemsize
+    layer = in_layers // config.get_text_config().num_hidden_layers * choose_dtype(recipe.model.dtype, device).itemsize
     return replace(
         need,
         base=int(need.base * part),
@@ -237,49 +240,31 @@ def rank_footprint(
     )
 
 
-def is_sharded(recipe: Recipe, counted: Counted, dtype: torch.dtype) -> bool:
+def is_sharded(recipe: Recipe, counted: CountedModels) -> bool:
     """True if the ranks of the trainer shard the layers."""
-    full, ranks = recipe.model.lora is None, recipe.runtime.trainers
-    return full and ranks > 1 and counted.one_base // dtype.itemsize >= SHARDED_FROM
+    return recipe.model.lora is None and recipe.runtime.trainers > 1 and counted.policy.total >= SHARDED_FROM
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A model on the meta device with its adapters, and what is counted of it."""
-
-    model: Any
-    base: int  # bytes of the parameters, for all instances
-    one_base: int  # bytes of the parameters, once
-    num_trained: int
-    packed: bool  # the lean decoder with flash attention trains it
-
-
-def count_weights(recipe: Recipe, config: Any, device: torch.device) -> Counted:
-    """Counts the weights of the recipe's model without allocating them."""
-    dtype = choose_dtype(recipe.model.dtype, device)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    packed = decoder.fits(model) and flash_fits(device, dtype, head_size(config.get_text_config()))
-    lora, instances = recipe.model.lora, instances_per_device(recipe)
-    base = one_base = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+def base_bytes(recipe: Recipe, counted: CountedModels, device: torch.device) -> int:
+    """Returns the bytes of the parameters of the policy: once, and the copies of instances that have their own."""
+    policy, dtype, instances = counted.policy, choose_dtype(recipe.model.dtype, device), instances_per_device(recipe)
+    parameters = policy.total
     if recipe.engine.type == "vllm":
-        base += (instances if recipe.runtime.type == "local" else 0) * one_base
-    elif device.type == "cuda" and lora is not None and fits(model, TRITON):
-        base += (instances - 1) * matrix_elements(model) * dtype.itemsize
-    if lora is not None:
-        inject_lora(model, lora.rank, 2.0 * lora.rank, lora.targets)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Counted(model, base, one_base, num_trained, packed)
+        parameters += (instances if recipe.runtime.type == "local" else 0) * policy.total
+    elif device.type == "cuda" and recipe.model.lora is not None and policy.is_fused:
+        parameters += (instances - 1) * policy.in_matrices
+    return parameters * dtype.itemsize
 
 
 def without_kv(
-    recipe: Recipe, config: Any, counted: Counted, longest_prompt: int, device: torch.device, free: int
+    recipe: Recipe, config: Any, counted: CountedModels, longest_prompt: int, device: torch.device, free: int
 ) -> Footprint:
     """Returns the plan with no KV cache in it."""
+    assert counted.policy.lora == recipe.model.lora, "the policy was counted with other adapters"
     dtype, on_cuda = choose_dtype(recipe.model.dtype, device), device.type == "cuda"
     text, lora, instances = config.get_text_config(), recipe.model.lora, instances_per_device(recipe)
-    num_trained, devices = counted.num_trained, recipe.engine.tensor_parallel
-    version, trained = num_trained * dtype.itemsize, num_trained * torch.float32.itemsize
+    policy, devices = counted.policy, recipe.engine.tensor_parallel
+    version, trained = policy.trained * dtype.itemsize, policy.trained * torch.float32.itemsize
     half, full = dtype != torch.float32, lora is None
     slots = recipe.num_slots + _extra_slots(recipe)
     activations = activation_bytes(
@@ -287,29 +272,29 @@ def without_kv(
         micro_batch_tokens(recipe, longest_trajectory(recipe, longest_prompt)),
         dtype,
         device,
-        packed=counted.packed,
+        packed=policy.is_lean and flash_fits(device, dtype, head_size(text)),
         trains_head=full,
         checkpointing=recipe.training.checkpointing,
-        adapts_experts=any(isinstance(module, ExpertAdapter) for module in counted.model.modules()),
+        adapts_experts=policy.on_experts > 0,
     )
-    teachers = teachers_footprint(recipe, dtype, device, longest_trajectory(recipe, longest_prompt))
+    teachers = teachers_footprint(recipe, counted.teachers, dtype, device, longest_trajectory(recipe, longest_prompt))
     return Footprint(
-        base=counted.base,
-        versions=instances * slots * _slot_bytes(recipe, counted.model, version, dtype),
+        base=base_bytes(recipe, counted, device),
+        versions=instances * slots * _slot_bytes(recipe, policy, version, dtype),
         store=(recipe.plan.slots + 1) * version,
         trained=(trained if half else 0) if full else trained + (version if half else 0),
-        reference=reference_bytes(recipe, counted.one_base, dtype),
+        reference=counted.reference * dtype.itemsize,
         teachers=teachers.resident,
-        reward_model=reward_model_footprint(recipe, device),
+        reward_model=reward_model_footprint(recipe, counted.reward_models, device),
         undo=3 * trained if recipe.training.optimizer_steps > 1 or recipe.algorithm.uses_critic else 0,
         optimizer=2 * trained,
         gradients=trained + (version if half and full else 0),
         working=max(activations + teachers.training, teachers.scoring) + scored_ahead_bytes(recipe) + teachers.scores,
-        engine=instances * devices * engine_bytes(recipe, text, counted.model, dtype) if on_cuda else 0,
+        engine=instances * devices * engine_bytes(recipe, text, policy, dtype) if on_cuda else 0,
         slack=int(SLACK_SHARE * free) if on_cuda else 0,
         kv=0,
         kv_tokens=0,
-        one_base=counted.one_base,
+        one_base=policy.total * dtype.itemsize,
     )
 
 
@@ -326,7 +311,7 @@ def _extra_slots(recipe: Recipe) -> int:
     return -1 if recipe.model.lora is None else 1
 
 
-def _slot_bytes(recipe: Recipe, model: Any, version: int, dtype: torch.dtype) -> int:
+def _slot_bytes(recipe: Recipe, policy: ParameterCounts, version: int, dtype: torch.dtype) -> int:
     """Returns the bytes of a slot for a `version` of so many: engines have slots for some ranks only.
 
     Those of vLLM are for a few ranks. Those of the native engine have padded adapters on experts.
@@ -336,8 +321,7 @@ def _slot_bytes(recipe: Recipe, model: Any, version: int, dtype: torch.dtype) ->
         return version
     if recipe.engine.type == "vllm":
         return version * slot_rank(lora.rank) // lora.rank
-    adapters = [module for module in model.modules() if isinstance(module, ExpertAdapter)]
-    on_experts = sum(parameter.numel() for adapter in adapters for parameter in adapter.parameters()) * dtype.itemsize
+    on_experts = policy.on_experts * dtype.itemsize
     return version + on_experts * (aligned_rank(lora.rank, dtype) - lora.rank) // lora.rank
 
 
@@ -417,30 +401,26 @@ class _Planned:
     """The model and the memory of a plan, to try other options of its recipe with."""
 
     config: Any
-    counted: Counted
+    counted: CountedModels
     longest_prompt: int
     device: torch.device
     free: int | None  # as `footprint` was given it
     trains: bool
 
     def fits(self, recipe: Recipe) -> bool:
-        """True if the run fits the same memory with another recipe of the same engine."""
-        return self._spare(recipe, self.counted, self.free) >= 0
-
-    def fits_with_engine(self, recipe: Recipe) -> bool:
-        """True if the run fits the same memory with another engine or number of instances."""
-        return self._spare(recipe, count_weights(recipe, self.config, self.device), self.free) >= 0
+        """True if the run fits the same memory with other options, as of the engine or of the number of instances."""
+        return self._spare(recipe, self.free) >= 0
 
     def fits_with_share(self, recipe: Recipe, share: float) -> bool:
         """True if the run fits with another `engine.gpu_memory`. On a cluster that changes the memory to plan with."""
         other, free = with_section(recipe, "engine", gpu_memory=share), self.free
         if free is not None and recipe.runtime.type == "ray":
             free = int(free * _device_part(other) / _device_part(recipe))
-        return self._spare(other, self.counted, free) >= 0
+        return self._spare(other, free) >= 0
 
-    def _spare(self, recipe: Recipe, counted: Counted, free: int | None) -> int:
+    def _spare(self, recipe: Recipe, free: int | None) -> int:
         prompt, device = self.longest_prompt, self.device
-        return spare_bytes(recipe, self.config, counted, prompt, device, free=free, trains=self.trains)
+        return spare_bytes(recipe, self.config, self.counted, prompt, device, free=free, trains=self.trains)
 
 
 def _device_part(recipe: Recipe) -> float:
@@ -471,8 +451,8 @@ def _advice(recipe: Recipe, planned: _Planned, need: Footprint, free: int, *, he
     if recipe.engine.type != "vllm" or recipe.runtime.type != "local":
         return advice
     least = _least_options(recipe)
-    if not planned.fits_with_engine(least):
-        two = count_weights(least, planned.config, planned.device).base
+    if not planned.fits(least):
+        two = base_bytes(least, planned.counted, planned.device)
         if two > free // 2:  # else long trajectories are the reason
             advice = (
                 f"The weights alone take {gib(two)}, because the trainer and vLLM have a copy each: use a larger "
@@ -481,7 +461,7 @@ def _advice(recipe: Recipe, planned: _Planned, need: Footprint, free: int, *, he
     native = with_section(recipe, "engine", type="native", gpu_memory=None)
     without_share = "" if share is None else " without `engine.gpu_memory`"
     for each in (native, with_section(native, "training", checkpointing=True)):
-        if planned.fits_with_engine(each):
+        if planned.fits(each):
             more = "" if each is native else " with `training.checkpointing = true`"
             return f'{advice}. `engine.type = "native"` would fit{more}{" and" * bool(more and share)}{without_share}'
     return advice
