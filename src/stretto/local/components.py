@@ -18,7 +18,8 @@ from stretto.setup.compile_cache import import_compiler
 from stretto.setup.counted_models import CountedModels
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
-from stretto.setup.memory import footprint, out_of_memory
+from stretto.setup.memory import footprint
+from stretto.setup.memory_advice import out_of_memory
 from stretto.setup.threads import ThreadCounts
 from stretto.setup.vllm_engines import make_vllm_engine, records_masks
 from stretto.training.learning_rates import LearningRates

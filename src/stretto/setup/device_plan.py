@@ -19,16 +19,9 @@ from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import (
-    DOES_NOT_FIT,
-    MOST_SHARE,
-    Footprint,
-    footprint,
-    free_for_instance,
-    rank_footprint,
-    share_limits,
-    weights_alone,
-)
+from stretto.setup.memory import footprint, free_for_instance, rank_footprint
+from stretto.setup.memory_advice import DOES_NOT_FIT, MOST_SHARE, weights_alone
+from stretto.setup.memory_needs import Footprint, share_limits
 from stretto.setup.memory_sizes import gib, holds_several, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
 from stretto.training.options import LEAST_MICRO_TOKENS

@@ -26,7 +26,8 @@ from stretto.setup.counted_models import count_models
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
-from stretto.setup.memory import footprint, free_for_instance, out_of_memory
+from stretto.setup.memory import footprint, free_for_instance
+from stretto.setup.memory_advice import out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.prefill_chunk_size import for_instance
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary

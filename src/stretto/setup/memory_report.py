@@ -16,16 +16,9 @@ from stretto.setup.cluster_devices import devices_taken
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, choose_device, choose_dtype, describe_device, free_bytes, with_section
 from stretto.setup.device_plan import described_placement, fit_in_one_process, fit_on_cluster
-from stretto.setup.memory import (
-    Footprint,
-    describe_kv,
-    footprint,
-    free_for_instance,
-    instances_per_device,
-    is_sharded,
-    rank_footprint,
-    weights_alone,
-)
+from stretto.setup.memory import footprint, free_for_instance, is_sharded, rank_footprint
+from stretto.setup.memory_advice import weights_alone
+from stretto.setup.memory_needs import Footprint, describe_kv, instances_per_device
 from stretto.setup.memory_sizes import gib, longest_trajectory
 from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
 

@@ -14,7 +14,7 @@ import torch
 from stretto.recipe.schema import Recipe
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import Footprint, instances_per_device, without_kv
+from stretto.setup.memory_needs import Footprint, instances_per_device, without_kv
 from stretto.setup.memory_sizes import batch_tokens, kv_bytes_per_token, longest_trajectory, wanted_kv_tokens
 from stretto.training.options import MICRO_TOKENS
 

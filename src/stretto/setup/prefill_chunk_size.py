@@ -19,7 +19,7 @@ import torch
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import instances_per_device, spare_bytes
+from stretto.setup.memory_needs import instances_per_device, spare_bytes
 from stretto.setup.memory_sizes import engine_bytes
 from stretto.setup.micro_batch_size import SIZES as MICRO_SIZES
 

@@ -21,7 +21,7 @@ import torch
 from stretto.recipe.schema import Recipe
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import instances_per_device, without_kv
+from stretto.setup.memory_needs import instances_per_device, without_kv
 from stretto.setup.memory_sizes import (
     batch_rows,
     batch_tokens,

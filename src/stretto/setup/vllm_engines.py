@@ -22,7 +22,8 @@ from stretto.recipe.schema import Recipe
 from stretto.setup.counted_models import count_models
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import expert_targets
-from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
+from stretto.setup.memory import footprint, free_for_instance
+from stretto.setup.memory_needs import Footprint, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
 from stretto.setup.prefill_chunk_size import for_instance
 
