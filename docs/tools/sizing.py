@@ -12,6 +12,7 @@ from stretto.models.loading import load_config
 from stretto.models.shapes import FOLDER
 from stretto.recipe.reading import load_recipe
 from stretto.recipe.schema import Recipe
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import device_limit
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import engine_rows, longest_trajectory
@@ -50,7 +51,9 @@ def sizing_table() -> str:
         }
         for trained, overrides in ways.items():
             recipe = _recipe(overrides)
-            lines.append(f"| {name} | {trained} | " + " | ".join(_rows(recipe, config, card) for card in CARDS) + " |")
+            counted = count_models(recipe, config, CUDA)
+            rows = " | ".join(_rows(recipe, config, counted, card) for card in CARDS)
+            lines.append(f"| {name} | {trained} | {rows} |")
     return "\n".join(lines) + "\n"
 
 
@@ -63,13 +66,13 @@ def _recipe(overrides: dict[str, Any]) -> Recipe:
     return load_recipe(tables, overrides)
 
 
-def _rows(recipe: Recipe, config: Any, card: int) -> str:
+def _rows(recipe: Recipe, config: Any, counted: CountedModels, card: int) -> str:
     """Returns how many of the longest answers fit into the KV cache at once; `-` if the run is refused."""
     free = device_limit(card * 1e9 / (1 << 30))
     try:
-        chosen = with_prefill_tokens(recipe, config, PROMPT, CUDA, free=free)
-        chosen = with_micro_tokens(chosen, config, PROMPT, CUDA, free=free)
-        plan = footprint(chosen, config, PROMPT, CUDA, free=free)
+        chosen = with_prefill_tokens(recipe, config, PROMPT, CUDA, counted=counted, free=free)
+        chosen = with_micro_tokens(chosen, config, PROMPT, CUDA, counted=counted, free=free)
+        plan = footprint(chosen, config, PROMPT, CUDA, counted=counted, free=free)
     except RecipeError:
         return "-"
     rows = plan.kv_tokens // longest_trajectory(chosen, PROMPT)

@@ -15,8 +15,9 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken, packed
+from stretto.setup.counted_models import count_models
 from stretto.setup.device import CUDA, resolved, with_section
-from stretto.setup.device_plan import fit_in_one_process, fit_on_cluster, smallest_fit, smallest_size
+from stretto.setup.device_plan import PlannedModel, fit_in_one_process, fit_on_cluster, smallest_fit, smallest_size
 from stretto.setup.memory import rank_footprint
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB
@@ -42,6 +43,10 @@ def recipe(lora: bool = True, **sections: Any) -> Recipe:
         "training": {"micro_tokens": 2048, "checkpointing": True},
     }
     return resolved(parse_recipe({**base, **sections}), CUDA)
+
+
+def sized(made: Recipe, config: Any) -> PlannedModel:
+    return PlannedModel(config, count_models(made, config, CUDA), PROMPT)
 
 
 def test_the_shapes_that_come_with_the_package_have_the_parameters_of_their_models() -> None:
@@ -79,7 +84,7 @@ def test_devices_that_one_instance_is_cut_over_count_and_have_its_memory(eight_b
 def test_the_fewest_devices_that_would_do_are_named_with_their_options(eight_billions: Qwen3Config) -> None:
     made = recipe(engine={"type": "vllm"}, rollout={"max_tokens": 20_000}, training={"micro_tokens": 2048})
     small = PlannedDevices(8, 21.0)
-    found = smallest_fit(made, eight_billions, PROMPT, small)
+    found = smallest_fit(made, sized(made, eight_billions), small)
     assert found is None, "adapters are whole on every rank of the trainer"
     full = recipe(
         False, engine={"type": "vllm"}, rollout={"paradigm": "synchronous", "max_tokens": 1024},
@@ -87,7 +92,7 @@ def test_the_fewest_devices_that_would_do_are_named_with_their_options(eight_bil
     )  # fmt: skip
     with pytest.raises(RecipeError) as refused:
         fit_on_cluster(full, eight_billions, PROMPT, PlannedDevices(2, 80.0))
-    best = smallest_fit(full, eight_billions, PROMPT, PlannedDevices(2, 80.0))
+    best = smallest_fit(full, sized(full, eight_billions), PlannedDevices(2, 80.0))
     assert best is not None
     ranks = best.runtime.trainers
     assert ranks > 2, "20 bytes a parameter do not fit on two"
@@ -103,7 +108,7 @@ def test_checkpointing_is_named_where_nothing_else_fits(eight_billions: Qwen3Con
     made = recipe(training={"micro_tokens": 4096})
     with pytest.raises(RecipeError, match=r"2 devices of 24 GiB would do, with `training.checkpointing = true`$"):
         fit_on_cluster(made, eight_billions, PROMPT, SMALL)
-    assert smallest_fit(made, eight_billions, PROMPT, EIGHT) == made
+    assert smallest_fit(made, sized(made, eight_billions), EIGHT) == made
 
 
 def test_smaller_micro_batches_are_named_where_checkpointing_is_not_enough(eight_billions: Qwen3Config) -> None:
@@ -112,7 +117,7 @@ def test_smaller_micro_batches_are_named_where_checkpointing_is_not_enough(eight
     with pytest.raises(RecipeError, match=would_do) as refused:
         fit_on_cluster(made, eight_billions, PROMPT, SMALL)
     assert "Lower `training.micro_tokens` (now 32768), or" in str(refused.value)
-    found = smallest_fit(made, eight_billions, PROMPT, SMALL)
+    found = smallest_fit(made, sized(made, eight_billions), SMALL)
     assert found is not None
     fit_on_cluster(found, eight_billions, PROMPT, SMALL)
     twice = with_section(found, "training", micro_tokens=2 * found.training.micro_batch_tokens)
@@ -130,12 +135,12 @@ def test_the_least_size_is_named_if_no_number_of_devices_would_do(eight_billions
     made, tiny = recipe(training={"micro_tokens": 2048}), PlannedDevices(8, 12.0)
     with pytest.raises(RecipeError, match=r"No number of devices of 12 GiB would do\. 2 devices of (\d+) GiB would do"):
         fit_on_cluster(made, eight_billions, PROMPT, tiny)
-    least = smallest_size(made, eight_billions, PROMPT, tiny)
+    least = smallest_size(made, sized(made, eight_billions), tiny)
     assert least is not None
-    found = smallest_fit(made, eight_billions, PROMPT, least)
+    found = smallest_fit(made, sized(made, eight_billions), least)
     assert found is not None
     fit_on_cluster(found, eight_billions, PROMPT, least)
-    assert smallest_fit(made, eight_billions, PROMPT, PlannedDevices(8, least.gib - 1)) is None
+    assert smallest_fit(made, sized(made, eight_billions), PlannedDevices(8, least.gib - 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +191,7 @@ def test_fewer_version_slots_are_named_where_an_instance_has_too_many(eight_bill
         fit_on_cluster(made, eight_billions, PROMPT, PlannedDevices(8, 44.0))
     assert "`runtime.slots` (now 3 for each instance)" in str(refused.value)
     two = recipe(False, runtime={**runtime, "instances": 2})
-    found = smallest_fit(two, eight_billions, PROMPT, PlannedDevices(8, 44.0))
+    found = smallest_fit(two, sized(two, eight_billions), PlannedDevices(8, 44.0))
     assert found is None, "two instances of one slot do not hold the three versions"
 
 

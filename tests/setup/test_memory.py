@@ -21,7 +21,7 @@ from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA
 from stretto.setup.factories import make_native_engine
-from stretto.setup.memory import footprint, kv_tokens, out_of_memory
+from stretto.setup.memory import footprint, kv_tokens
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import GIB, activation_bytes, engine_rows, kv_bytes_per_token, longest_trajectory
 from stretto.training.forward import PackedModel
@@ -141,26 +141,6 @@ def test_on_cuda_no_more_is_taken_than_every_row_can_need() -> None:
     )
 
 
-def test_where_two_of_the_longest_trajectories_do_not_fit_every_number_is_said() -> None:
-    made = recipe(lora=True, rollout={"max_tokens": 30_000})
-    with pytest.raises(RecipeError) as refused:
-        footprint(made, BILLIONS, 1000, CUDA, free=24 * GIB)
-    said = str(refused.value)
-    for part in ("24.00 GiB of the device are free", "base 3.20 GiB", "versions ", "weight store ", "optimizer "):
-        assert part in said, said
-    for part in ("gradients ", "working (estimate) ", "engine ", "slack 1.20 GiB", "2 trajectories of up to 31,032"):
-        assert part in said, said
-    for option in ("Lower `rollout.rows`", "`rollout.max_tokens`", "`rollout.staleness`"):
-        assert option in said, said
-    assert "`training.micro_tokens`" not in said, "a micro-batch has one trajectory"
-    wide = recipe(lora=True, rollout={"max_tokens": 30_000}, training={"micro_tokens": 65_536})
-    with pytest.raises(RecipeError, match=r"Lower `training\.micro_tokens` \(now 65536\), `rollout\.rows`"):
-        footprint(wide, BILLIONS, 1000, CUDA, free=24 * GIB)
-    assert "`model.lora" not in said, "it has adapters already"
-    with pytest.raises(RecipeError, match=r"train adapters, `model.lora = \{ rank = 16 \}`"):
-        footprint(recipe(), BILLIONS, 1000, CUDA, free=24 * GIB)
-
-
 def test_a_cache_that_the_recipe_names_is_taken_or_refused_by_name() -> None:
     made = recipe(lora=True, rollout={"kv_tokens": 50_000})
     assert footprint(made, BILLIONS, 100, CUDA, free=100 * GIB).kv_tokens == 50_000
@@ -178,17 +158,6 @@ def test_sorting_logits_is_planned_for_where_a_recipe_truncates(how: dict[str, A
         )
         draws = 2 if lora else 1 + cut.num_slots
         assert more == draws * engine_rows(cut) * 151_936 * 60
-
-
-def test_memory_that_runs_out_while_the_run_is_built_is_said_with_the_plan() -> None:
-    made = recipe(lora=True)
-    need = footprint(made, BILLIONS, 100, CUDA, free=140 * GIB)
-    said = str(
-        out_of_memory(made, need, 100, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"))
-    )
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB)" in said
-    assert "base 3.20 GiB" in said
-    assert "`training.micro_tokens` (now 8192)" in said
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing() -> None:

@@ -17,8 +17,9 @@ from stretto.models.tiny import tiny_tokenizer
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup import scorers
+from stretto.setup.device import with_section
 from stretto.setup.inputs import passed_variables
-from stretto.setup.reward_model_memory import process_bytes, reward_model_footprint
+from stretto.setup.reward_model_memory import process_bytes, reward_model_footprint, reward_model_sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -88,9 +89,11 @@ def test_a_reward_model_on_the_device_of_the_run_is_part_of_the_memory_plan(gpus
     assert weights < found - int(0.6 * (1 << 30)) < weights + 1_024 * 32 * 64 * 4
     made = recipe(path=str(tmp_path))
     gpus(1)
-    assert reward_model_footprint(made, CUDA) > found / 2
+    sizes = reward_model_sizes(made, CUDA)
+    assert reward_model_footprint(made, sizes, CUDA) > found / 2
+    assert reward_model_footprint(with_section(made, "runtime", type="ray"), sizes, CUDA) == 0, "it has its own device"
     gpus(2)
-    assert reward_model_footprint(made, CUDA) == 0
+    assert reward_model_sizes(made, CUDA) == ()
 
 
 def test_the_scorers_of_one_of_several_tasks_are_named_with_its_label(monkeypatch: pytest.MonkeyPatch) -> None:

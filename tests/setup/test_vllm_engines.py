@@ -23,7 +23,7 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup.device import CUDA, device_limit, resolved
-from stretto.setup.memory import footprint, free_for_instance, remedies
+from stretto.setup.memory import footprint, free_for_instance
 from stretto.setup.memory_sizes import GIB
 from stretto.setup.vllm_engines import check_vllm_model, child_options, fitting_parallel, make_vllm_instance
 
@@ -169,32 +169,6 @@ def test_a_share_of_the_gpu_limits_the_cache_of_an_instance() -> None:
         with pytest.raises(RecipeError, match="Raise"):
             planned(float(enough[1]) - 0.01, **runtime)
     assert "`engine.gpu_memory = 0.1` leaves it 14.04 GiB of the device" in str(few.value)
-
-
-@pytest.mark.parametrize("size", [40, 60])
-def test_one_gpu_that_is_too_small_for_two_copies_of_the_weights_is_told_of_the_native_engine(size: int) -> None:
-    cuda, config = torch.device("cuda", 0), load_config(str(shape_folder("Qwen/Qwen3-8B")))
-    options: dict[str, Any] = {"rollout": {"max_tokens": 2048}, "training": {"micro_tokens": 2048}}
-
-    def planned(**sections: Any) -> Any:
-        made = recipe_of(**{"runtime": {}, **options, **sections})
-        return footprint(made, config, 2048, cuda, free=size * GIB, here=False)
-
-    with pytest.raises(RecipeError) as refused:
-        planned(engine={"type": "vllm"})
-    said = str(refused.value)
-    assert ("The weights alone take 30.51 GiB, because the trainer and vLLM have a copy each" in said) == (size == 40)
-    assert ("Lower `rollout.rows`" in said) == (size == 60), "what cannot be enough is not named"
-    checkpointing = " with `training.checkpointing = true`" if size == 40 else ""
-    assert said.endswith(f'. `engine.type = "native"` would fit{checkpointing}')
-    planned(engine={"type": "native"}, training={"micro_tokens": 2048, "checkpointing": size == 40})
-
-
-def test_a_staleness_of_0_is_not_to_be_lowered() -> None:
-    assert "`rollout.staleness` (now 2: 3 versions)" in remedies(recipe_of(), 40)
-    assert "`rollout.staleness_cap` (now 4: 5 versions)" in remedies(recipe_of(rollout={"staleness": "auto"}), 40)
-    for rollout in ({"staleness": 0}, {"paradigm": "synchronous"}, {"paradigm": "one-step-off"}):
-        assert "staleness" not in remedies(recipe_of(rollout=rollout), 40)
 
 
 def test_a_share_of_a_limited_gpu_is_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key, without_none
 from stretto.setup.architecture_checks import check_architecture
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
 from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import (
@@ -89,11 +90,11 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     of_inputs, longest = _check_inputs(recipe, shape, given, planned)
     check_architecture(recipe, config, longest)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
-    assumed = longest or recipe.rollout.max_tokens
-    recipe = with_rows(recipe, config, assumed, device, free=free)
-    recipe = with_prefill_tokens(recipe, config, assumed, device, free=free)
-    recipe = with_micro_tokens(recipe, config, assumed, device, free=free)
-    memory = _memory(recipe, asked, longest, config, planned)
+    assumed, counted = longest or recipe.rollout.max_tokens, count_models(recipe, config, device)
+    recipe = with_rows(recipe, config, assumed, device, counted=counted, free=free)
+    recipe = with_prefill_tokens(recipe, config, assumed, device, counted=counted, free=free)
+    recipe = with_micro_tokens(recipe, config, assumed, device, counted=counted, free=free)
+    memory = _memory(recipe, asked, longest, config, counted, planned)
     notes = (
         *shape.notes,
         *of_engine,
@@ -173,10 +174,17 @@ def check_engine(recipe: Recipe) -> None:
     check_vllm_model(recipe, tiny_config_of(path) if recipe.model.is_tiny else load_config(path))
 
 
-def _memory(recipe: Recipe, asked: Recipe, longest: int | None, config: Any, planned: PlannedDevices | None) -> str:
+def _memory(
+    recipe: Recipe,
+    asked: Recipe,
+    longest: int | None,
+    config: Any,
+    counted: CountedModels,
+    planned: PlannedDevices | None,
+) -> str:
     """Returns the memory plan as text. An error says if the length of prompts was only assumed."""
     try:
-        return describe_memory(recipe, longest, config=config, planned=planned, asked=asked)
+        return describe_memory(recipe, longest, config=config, counted=counted, planned=planned, asked=asked)
     except RecipeError as error:
         if longest is not None:
             raise

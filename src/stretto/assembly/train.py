@@ -82,6 +82,7 @@ from stretto.run.recipe_changes import Change, accepted_changes
 from stretto.run.task_play import TaskPlay
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.base_models import model_path_of, starting_adapter
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
@@ -174,14 +175,16 @@ def train(
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:
             observer.message(changed)
         config, longest = load_config(model_path), driver.inputs.longest_prompt
-        asked, recipe = recipe, with_rows(recipe, config, longest, device)
+        local = recipe.runtime.type == "local"  # on a cluster, each part counts for its own device
+        counted = count_models(recipe, config, device) if local else None
+        asked, recipe = recipe, with_rows(recipe, config, longest, device, counted=counted)
         for line in describe_rows(asked, recipe):
             observer.message(line)
-        recipe = with_prefill_tokens(recipe, config, longest, device)
-        recipe = with_micro_tokens(recipe, config, longest, device)
+        recipe = with_prefill_tokens(recipe, config, longest, device, counted=counted)
+        recipe = with_micro_tokens(recipe, config, longest, device, counted=counted)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)
-        make = _backend_maker(recipe, model_path, driver, folder, observer, phases)
+        make = _backend_maker(recipe, model_path, driver, folder, observer, phases, counted)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
         summary = asyncio.run(_train(phases, changes, handle, make, observer, listeners, lock, resume, give_up, given))
@@ -210,11 +213,17 @@ def _phases(recipe: Recipe, folder: Path, changes: Sequence[Change]) -> Phases:
 
 
 def _backend_maker(
-    recipe: Recipe, model_path: str, driver: DriverInputs, folder: Path, observer: Observer, phases: Phases
+    recipe: Recipe,
+    model_path: str,
+    driver: DriverInputs,
+    folder: Path,
+    observer: Observer,
+    phases: Phases,
+    counted: CountedModels | None,
 ) -> MakeBackend:
     """Returns the function that makes the backend. Engines and trainer of one process are made here already."""
     if recipe.runtime.type == "local":
-        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates, observer.message)
+        parts = LocalComponents.build(recipe, model_path, driver, phases.learning_rates, observer.message, counted)
         return partial(local_backend, recipe, parts, folder, observer)
     from stretto.cluster.backend import cluster_backend
     from stretto.cluster.model_files import ModelSource

@@ -15,9 +15,11 @@ from stretto.models.loading import load_config, load_model, second_tree
 from stretto.observe.start_phases import start_phase
 from stretto.recipe.schema import Recipe
 from stretto.setup.compile_cache import import_compiler
+from stretto.setup.counted_models import CountedModels
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.factories import DriverInputs, load_driver_inputs, make_native_engine, make_trainer
-from stretto.setup.memory import footprint, out_of_memory
+from stretto.setup.memory import footprint
+from stretto.setup.memory_advice import out_of_memory
 from stretto.setup.threads import ThreadCounts
 from stretto.setup.vllm_engines import make_vllm_engine, records_masks
 from stretto.training.learning_rates import LearningRates
@@ -57,11 +59,12 @@ class LocalComponents:
         driver: DriverInputs | None = None,
         rates: LearningRates | None = None,
         say: Callable[[str], None] = lambda text: None,
+        counted: CountedModels | None = None,
     ) -> LocalComponents:
         """Loads the model, and makes engines and trainer. Raises `RecipeError` if they do not fit.
 
         `driver` None: the inputs are loaded too. `rates` None: the learning rates are those of the recipe.
-        `say` is told of a start that takes long.
+        `say` is told of a start that takes long. `counted` are the models of the recipe; None: they are counted here.
         """
         if recipe.engine.type == "vllm":
             check_release(installed_release(), masks=records_masks(recipe))
@@ -70,7 +73,7 @@ class LocalComponents:
         prepare_device(recipe, device)
         compiler_is_there = import_compiler(device)
         driver = load_driver_inputs(recipe, model_path) if driver is None else driver
-        need = footprint(recipe, config, driver.inputs.longest_prompt, device)
+        need = footprint(recipe, config, driver.inputs.longest_prompt, device, counted=counted)
         engines: list[SteppedEngine] = []
         uses_vllm = recipe.engine.type == "vllm"
 

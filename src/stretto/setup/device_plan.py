@@ -9,24 +9,19 @@ ranks, `training.checkpointing` keeps fewer activations, and `training.micro_tok
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stretto.errors import RecipeError
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.cluster_devices import devices_taken, instance_gpus, reward_model_gpus
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, planned_bytes, with_section
-from stretto.setup.memory import (
-    DOES_NOT_FIT,
-    MOST_SHARE,
-    Footprint,
-    footprint,
-    free_for_instance,
-    rank_footprint,
-    share_limits,
-    weights_alone,
-)
+from stretto.setup.memory import footprint, free_for_instance, rank_footprint
+from stretto.setup.memory_advice import DOES_NOT_FIT, MOST_SHARE, weights_alone
+from stretto.setup.memory_needs import Footprint, share_limits
 from stretto.setup.memory_sizes import gib, holds_several, longest_trajectory
 from stretto.setup.vllm_engines import fitting_parallel
 from stretto.training.options import LEAST_MICRO_TOKENS
@@ -36,42 +31,66 @@ SHORT_TOKENS = 256  # a completion that is never too long
 MOST_GIB = 1024  # of a device, that are tried if no number of the planned ones would do
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """The model of all recipes that are tried. They differ in nothing that changes its parameters."""
+
+    config: Any
+    counted: CountedModels
+    longest_prompt: int  # tokens
+
+
 def fit_in_one_process(
-    recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices, *, asked: Recipe | None = None
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    planned: PlannedDevices,
+    *,
+    asked: Recipe | None = None,
+    counted: CountedModels | None = None,
 ) -> Footprint:
     """Plans a run in one process, which uses one of the devices. Raises `RecipeError` if it does not fit.
 
     `asked` is the recipe with each `auto` as the user wrote it, because it is another number on a cluster; None:
-    `recipe` has it so.
+    `recipe` has it so. `counted` are its models; None: they are counted here.
     """
+    counted, free = counted or count_models(recipe, config, CUDA), planned_bytes(recipe, planned)
     try:
-        return footprint(recipe, config, longest_prompt, CUDA, free=planned_bytes(recipe, planned), here=False)
+        return footprint(recipe, config, longest_prompt, CUDA, counted=counted, free=free, here=False)
     except RecipeError as error:
         why = "a run in one process uses one device, so more of them do not help it"
         moved = with_section(recipe if asked is None else asked, "runtime", type="ray")
-        raise RecipeError(f"{error}. {_would_do(moved, config, longest_prompt, planned, why)}") from error
+        would_do = _would_do(moved, PlannedModel(config, counted, longest_prompt), planned, why)
+        raise RecipeError(f"{error}. {would_do}") from error
 
 
 def fit_on_cluster(
-    recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    planned: PlannedDevices,
+    *,
+    counted: CountedModels | None = None,
 ) -> tuple[Footprint, Footprint]:
-    """Plans an instance and a rank of the trainer. Raises `RecipeError` if they, or all of them, do not fit."""
-    problems = []
+    """Plans an instance and a rank of the trainer. Raises `RecipeError` if they, or all of them, do not fit.
+
+    `counted` are the models of the recipe; None: they are counted here.
+    """
+    model, problems = PlannedModel(config, counted or count_models(recipe, config, CUDA), longest_prompt), []
     instance = rank = None
     try:
-        instance = _instance(recipe, config, longest_prompt, planned)
+        instance = _instance(recipe, model, planned)
     except RecipeError as error:
         problems.append(f"an instance: {str(error).removeprefix(DOES_NOT_FIT)}")
     try:
-        rank = _rank(recipe, config, longest_prompt, planned)
+        rank = _rank(recipe, model, planned)
     except RecipeError as error:
         problems.append(f"a rank of the trainer: {error}")
     if (taken := devices_taken(recipe)) > planned.count:
         problems.append(f"{described_placement(recipe)} take {taken} devices")
     if problems or instance is None or rank is None:
         raise RecipeError(
-            f"the recipe does not fit {planned}: {'; '.join(problems)}. "
-            f"{_would_do(recipe, config, longest_prompt, planned)}"
+            f"the recipe does not fit {planned}: {'; '.join(problems)}. {_would_do(recipe, model, planned)}"
         )
     return instance, rank
 
@@ -89,18 +108,20 @@ def described_placement(recipe: Recipe) -> str:
     return " and ".join(parts)
 
 
-def _instance(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
-    free = free_for_instance(recipe, CUDA, planned)
-    return footprint(recipe, config, longest_prompt, CUDA, free=free, trains=False, here=False)
+def _instance(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> Footprint:
+    free, counted = free_for_instance(recipe, CUDA, planned), model.counted
+    return footprint(
+        recipe, model.config, model.longest_prompt, CUDA, counted=counted, free=free, trains=False, here=False
+    )
 
 
-def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Footprint:
+def _rank(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> Footprint:
     share = 1.0 if recipe.runtime.trainer_gpus is None else min(1.0, recipe.runtime.trainer_gpus)
     free = int(planned_bytes(recipe, planned) * share)
-    need = rank_footprint(recipe, config, longest_prompt, CUDA, free=free)
+    need = rank_footprint(recipe, model.config, model.longest_prompt, CUDA, counted=model.counted, free=free)
     if need.total > free:
         lower = f"`rollout.max_tokens` (now {recipe.rollout.max_tokens})"
-        if holds_several(recipe, longest_prompt):
+        if holds_several(recipe, model.longest_prompt):
             lower = f"`training.micro_tokens` (now {recipe.training.micro_batch_tokens})"
         checkpointing = "" if recipe.training.checkpointing else ", or set `training.checkpointing = true`"
         full = ", or raise `runtime.trainers`, or train adapters, `model.lora = { rank = 16 }`"
@@ -112,11 +133,11 @@ def _rank(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevi
     return need
 
 
-def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices, why: str = "") -> str:
+def _would_do(recipe: Recipe, model: PlannedModel, planned: PlannedDevices, why: str = "") -> str:
     """Returns a sentence on how many devices of this size would do, and with which options."""
     begun = f"{why[:1].upper()}{why[1:]}; on a cluster" if why else ""
-    raised = _with_enough_share(recipe, config, longest_prompt, planned)
-    found = smallest_fit(raised, config, longest_prompt, planned)
+    raised = _with_enough_share(recipe, model, planned)
+    found = smallest_fit(raised, model, planned)
     if found is not None:
         said = _devices(recipe, found, planned, moved=bool(why))
         fewer = fewer_instances(found, planned)
@@ -124,14 +145,14 @@ def _would_do(recipe: Recipe, config: Any, longest_prompt: int, planned: Planned
         return f"{begun} {said}{on_less}" if begun else f"{said}{on_less}"
     said = f"no number of devices of {planned.gib:g} GiB would do"
     said = f"{begun}, too, {said}" if begun else f"{said[:1].upper()}{said[1:]}"
-    larger = smallest_size(raised, config, longest_prompt, planned)
-    found = None if larger is None else smallest_fit(raised, config, longest_prompt, larger)
+    larger = smallest_size(raised, model, planned)
+    found = None if larger is None else smallest_fit(raised, model, larger)
     if larger is None or found is None:
-        return f"{said}. {_too_large(raised, config, longest_prompt, planned)}"
+        return f"{said}. {_too_large(raised, model, planned)}"
     return f"{said}. {_devices(recipe, found, larger, moved=bool(why))}"
 
 
-def _with_enough_share(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe:
+def _with_enough_share(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> Recipe:
     """Returns the recipe with the least `engine.gpu_memory` that an instance fits in, or the most if none is enough.
 
     The recipe itself if an instance fits in its own share, or if the share is not what limits it.
@@ -141,11 +162,11 @@ def _with_enough_share(recipe: Recipe, config: Any, longest_prompt: int, planned
         return recipe
     hundredths = range(int(own * 100) + 1, int(MOST_SHARE * 100) + 1)
     shares = [recipe, *(with_section(recipe, "engine", gpu_memory=each / 100) for each in hundredths)]
-    at = bisect_left(shares, True, key=lambda each: _fits(_instance, each, config, longest_prompt, planned))
+    at = bisect_left(shares, True, key=lambda each: _fits(_instance, each, model, planned))
     return shares[min(at, len(shares) - 1)]
 
 
-def _too_large(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> str:
+def _too_large(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> str:
     """Returns a sentence on the option that is too large for every size that is tried; on the sizes if it is none."""
     most = PlannedDevices(planned.count, float(max(MOST_GIB, planned.gib)))
     rollout, lengths = recipe.rollout, {"rollout": recipe.rollout.max_tokens}
@@ -155,18 +176,21 @@ def _too_large(recipe: Recipe, config: Any, longest_prompt: int, planned: Planne
     tried = {
         f"rollout.prefill_tokens = {rollout.prefill_chunk_tokens}": (
             with_section(recipe, "rollout", prefill_tokens=PREFILL_TOKENS),
-            longest_prompt,
+            model,
         ),
-        f"rollout.kv_tokens = {rollout.kv_tokens}": (with_section(recipe, "rollout", kv_tokens=None), longest_prompt),
+        f"rollout.kv_tokens = {rollout.kv_tokens}": (with_section(recipe, "rollout", kv_tokens=None), model),
         f"rollout.rows = {recipe.plan.rows}": (
             with_section(recipe, "rollout", rows=recipe.runtime.instances),
-            longest_prompt,
+            model,
         ),
-        f"{longest}.max_tokens = {lengths[longest]}": (short, min(longest_prompt, SHORT_TOKENS)),
+        f"{longest}.max_tokens = {lengths[longest]}": (
+            short,
+            replace(model, longest_prompt=min(model.longest_prompt, SHORT_TOKENS)),
+        ),
     }
-    for option, (other, prompt) in tried.items():
-        *_, lean = _trainings(other, prompt)
-        if _smallest(lean, config, prompt, most) is not None:
+    for option, (other, own) in tried.items():
+        *_, lean = _trainings(other, own.longest_prompt)
+        if _smallest(lean, own, most) is not None:
             return f"`{option}` is too large for devices of {most.gib:g} GiB, too: lower it"
     return f"Devices of {most.gib:g} GiB would not do, either: use a smaller model"
 
@@ -203,14 +227,14 @@ def fewer_instances(recipe: Recipe, planned: PlannedDevices) -> int | None:
     return next((each.runtime.instances for each in fewer if devices_taken(each) <= planned.count), None)
 
 
-def smallest_fit(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
+def smallest_fit(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> Recipe | None:
     """Returns the recipe with the options that fit on the fewest devices; None if none do.
 
     Checkpointing and small micro-batches cost time, so they are changed only if nothing fits `planned` without them.
     """
     found = []
-    for each in _trainings(recipe, longest_prompt):
-        fitting = _smallest(each, config, longest_prompt, planned)
+    for each in _trainings(recipe, model.longest_prompt):
+        fitting = _smallest(each, model, planned)
         if fitting is not None:
             found.append(fitting)
             if devices_taken(fitting) <= planned.count:
@@ -218,12 +242,12 @@ def smallest_fit(recipe: Recipe, config: Any, longest_prompt: int, planned: Plan
     return min(found, key=devices_taken, default=None)
 
 
-def smallest_size(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> PlannedDevices | None:
+def smallest_size(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> PlannedDevices | None:
     """Returns devices of the least size, in whole GiB, of which some number would do; None if there is no such size."""
-    *_, lean = _trainings(recipe, longest_prompt)
+    *_, lean = _trainings(recipe, model.longest_prompt)
     sizes = range(int(planned.gib) + 1, MOST_GIB + 1)
     larger = [PlannedDevices(planned.count, float(size)) for size in sizes]
-    at = bisect_left(larger, True, key=lambda each: _smallest(lean, config, longest_prompt, each) is not None)
+    at = bisect_left(larger, True, key=lambda each: _smallest(lean, model, each) is not None)
     return larger[at] if at < len(larger) else None
 
 
@@ -239,17 +263,16 @@ def _trainings(recipe: Recipe, longest_prompt: int) -> Iterator[Recipe]:
         yield recipe
 
 
-def _smallest(recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> Recipe | None:
+def _smallest(recipe: Recipe, model: PlannedModel, planned: PlannedDevices) -> Recipe | None:
     """The same with the fewest devices for an instance, and the fewest ranks of the trainer."""
-    found = next(
-        (each for each in _instances(recipe, config) if _fits(_instance, each, config, longest_prompt, planned)), None
-    )
+    instances = _instances(recipe, model.config)
+    found = next((each for each in instances if _fits(_instance, each, model, planned)), None)
     if found is None:
         return None
     first = recipe.runtime.trainers
     ranks = range(first, max(MOST_RANKS, first) + 1) if recipe.model.lora is None else range(first, first + 1)
     sharded = [with_section(found, "runtime", trainers=each) for each in ranks]
-    at = bisect_left(sharded, True, key=lambda each: _fits(_rank, each, config, longest_prompt, planned))
+    at = bisect_left(sharded, True, key=lambda each: _fits(_rank, each, model, planned))
     return sharded[at] if at < len(sharded) else None
 
 
@@ -267,9 +290,14 @@ def _instances(recipe: Recipe, config: Any) -> Iterator[Recipe]:
         yield from (with_section(recipe, "runtime", slots=each) for each in fewer)
 
 
-def _fits(plan: Any, recipe: Recipe, config: Any, longest_prompt: int, planned: PlannedDevices) -> bool:
+def _fits(
+    plan: Callable[[Recipe, PlannedModel, PlannedDevices], Footprint],
+    recipe: Recipe,
+    model: PlannedModel,
+    planned: PlannedDevices,
+) -> bool:
     try:
-        plan(recipe, config, longest_prompt, planned)
+        plan(recipe, model, planned)
     except RecipeError:
         return False
     return True

@@ -22,10 +22,12 @@ from stretto.observe.progress import Silent
 from stretto.recipe.schema import Recipe
 from stretto.setup.architecture_checks import check_architecture
 from stretto.setup.base_models import base_path_of, starting_adapter
+from stretto.setup.counted_models import count_models
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import check_expert_slots
 from stretto.setup.inputs import Inputs, check_objective, load_inputs, prompt_tokenizer
-from stretto.setup.memory import footprint, free_for_instance, out_of_memory
+from stretto.setup.memory import footprint, free_for_instance
+from stretto.setup.memory_advice import out_of_memory
 from stretto.setup.memory_sizes import context_length, engine_rows
 from stretto.setup.prefill_chunk_size import for_instance
 from stretto.setup.teachers import check_teachers, load_teachers, policy_vocabulary
@@ -130,9 +132,9 @@ def make_instance_engine(recipe: Recipe, model_path: str, longest_prompt: int) -
         return make_vllm_instance(recipe, model_path, longest_prompt, decoder_of(load_tokenizer(model_path)))
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
-    free = free_for_instance(recipe, device)
-    recipe = for_instance(recipe, config, longest_prompt, device, free)
-    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
+    free, counted = free_for_instance(recipe, device), count_models(recipe, config, device)
+    recipe = for_instance(recipe, config, counted, longest_prompt, device, free)
+    need = footprint(recipe, config, longest_prompt, device, counted=counted, free=free, trains=False)
     try:
         model = load_model(model_path, choose_dtype(recipe.model.dtype, device), device)
         return make_native_engine(recipe, model, need.kv_tokens, decoder_of(load_tokenizer(model_path)))

@@ -13,19 +13,12 @@ from stretto.models.tiny import tiny_config_of
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.setup.cluster_devices import devices_taken
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, choose_device, choose_dtype, describe_device, free_bytes, with_section
 from stretto.setup.device_plan import described_placement, fit_in_one_process, fit_on_cluster
-from stretto.setup.memory import (
-    Footprint,
-    count_weights,
-    describe_kv,
-    footprint,
-    free_for_instance,
-    instances_per_device,
-    is_sharded,
-    rank_footprint,
-    weights_alone,
-)
+from stretto.setup.memory import footprint, free_for_instance, is_sharded, rank_footprint
+from stretto.setup.memory_advice import weights_alone
+from stretto.setup.memory_needs import Footprint, describe_kv, instances_per_device
 from stretto.setup.memory_sizes import gib, longest_trajectory
 from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
 
@@ -35,12 +28,14 @@ def describe_memory(
     longest_prompt: int | None = None,
     *,
     config: Any = None,
+    counted: CountedModels | None = None,
     planned: PlannedDevices | None = None,
     asked: Recipe | None = None,
 ) -> str:
     """Returns the plan of the run and its memory. `longest_prompt` None: prompts are as long as completions.
 
-    `config` is that of the model; None: it is loaded. `planned` are devices that are not here; None: those of this
+    `config` is that of the model; None: it is loaded. `counted` are the models of the recipe; None: they are counted
+    here. `planned` are devices that are not here; None: those of this
     machine. `asked` is the recipe with each `auto` as the user wrote it, to plan a cluster instead; None: `recipe` has
     it so. Raises `RecipeError` if the run does not fit on GPUs. On the CPU that is a warning in the text: the system
     may give a run more memory than is free, and the estimate is rough.
@@ -48,6 +43,7 @@ def describe_memory(
     plan, device = recipe.plan, choose_device(recipe.runtime.device) if planned is None else CUDA
     if config is None:
         config = tiny_config_of(recipe.model.path) if recipe.model.is_tiny else load_config(recipe.model.path)
+    counted = counted or count_models(recipe, config, device)
     longest = longest_prompt or recipe.rollout.max_tokens
     bound = f"at most {plan.staleness} (auto)" if plan.auto else str(plan.staleness)
     dtype = str(choose_dtype(recipe.model.dtype, device)).removeprefix("torch.")
@@ -66,37 +62,42 @@ def describe_memory(
         f"# device{'s' if planned is not None else ''}: {where}, weights in {dtype}{free}",
     ]
     if recipe.runtime.type == "ray":
-        lines += _on_cluster(recipe, config, longest, device, planned)
+        lines += _on_cluster(recipe, config, counted, longest, device, planned)
     else:
-        lines += _in_one_process(recipe, config, longest, device, planned, asked)
+        lines += _in_one_process(recipe, config, counted, longest, device, planned, asked)
     return "\n".join(lines)
 
 
 def _in_one_process(
     recipe: Recipe,
     config: Any,
+    counted: CountedModels,
     longest_prompt: int,
     device: torch.device,
     planned: PlannedDevices | None,
     asked: Recipe | None,
 ) -> list[str]:
     if planned is None:
-        need = footprint(recipe, config, longest_prompt, device)
+        need = footprint(recipe, config, longest_prompt, device, counted=counted)
     else:
-        need = fit_in_one_process(recipe, config, longest_prompt, planned, asked=asked)
+        need = fit_in_one_process(recipe, config, longest_prompt, planned, asked=asked, counted=counted)
     lines = [f"# memory: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"]
     if planned is not None:
         lines.append(f"# fits {planned}: a run in one process uses 1 of {planned.count} devices")
     if device.type == "cpu" and need.total > usable_memory():
-        lines.append(f"# warning: {_too_large(recipe, config, longest_prompt, need, usable_memory())}")
+        lines.append(f"# warning: {_too_large(recipe, config, counted, longest_prompt, need, usable_memory())}")
     return lines
 
 
-def _too_large(recipe: Recipe, config: Any, longest_prompt: int, need: Footprint, host: int) -> str:
+def _too_large(
+    recipe: Recipe, config: Any, counted: CountedModels, longest_prompt: int, need: Footprint, host: int
+) -> str:
     """Returns a sentence on a plan for the CPU that is larger than the memory `host`, with what would lower it."""
 
     def total(section: str, **values: Any) -> int:
-        return footprint(with_section(recipe, section, **values), config, longest_prompt, torch.device("cpu")).total
+        changed, cpu = with_section(recipe, section, **values), torch.device("cpu")
+        models = counted if changed.model == recipe.model else None  # adapters have other parameters
+        return footprint(changed, config, longest_prompt, cpu, counted=models).total
 
     said = f"the plan is larger than the memory of this machine, {gib(need.total)} of {gib(host)}"
     if need.one_base > host:
@@ -121,25 +122,28 @@ def _too_large(recipe: Recipe, config: Any, longest_prompt: int, need: Footprint
 
 
 def _on_cluster(
-    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, planned: PlannedDevices | None
+    recipe: Recipe,
+    config: Any,
+    counted: CountedModels,
+    longest_prompt: int,
+    device: torch.device,
+    planned: PlannedDevices | None,
 ) -> list[str]:
     """Describes an instance and the trainer apart: each has its own device, or a share of one."""
     asked, free = recipe, free_for_instance(recipe, device, planned)
-    recipe = with_prefill_tokens(asked, config, longest_prompt, device, free=free, trains=False)
+    recipe = with_prefill_tokens(asked, config, longest_prompt, device, counted=counted, free=free, trains=False)
     if planned is None:
-        need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
-        rank = rank_footprint(recipe, config, longest_prompt, device)
+        need = footprint(recipe, config, longest_prompt, device, counted=counted, free=free, trains=False)
+        rank = rank_footprint(recipe, config, longest_prompt, device, counted=counted)
     else:
-        need, rank = fit_on_cluster(recipe, config, longest_prompt, planned)
-    dtype, ranks = choose_dtype(recipe.model.dtype, device), recipe.runtime.trainers
-    sharded = is_sharded(recipe, count_weights(recipe, config, device), dtype)
-    over = recipe.engine.tensor_parallel
+        need, rank = fit_on_cluster(recipe, config, longest_prompt, planned, counted=counted)
+    ranks, over = recipe.runtime.trainers, recipe.engine.tensor_parallel
     lines = [
         f"# memory of an instance: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"
         + (f" on {over} devices" if over > 1 else ""),
         *(f"# {line}" for line in describe_prefill_tokens(asked, recipe)),
         f"# memory of {f'each of {ranks} ranks of ' if ranks > 1 else ''}the trainer: {rank}; "
-        f"together {gib(rank.total)}" + (f", its layers cut over {ranks} ranks" if sharded else ""),
+        f"together {gib(rank.total)}" + (f", its layers cut over {ranks} ranks" if is_sharded(recipe, counted) else ""),
     ]
     if planned is not None:
         taken = devices_taken(recipe)

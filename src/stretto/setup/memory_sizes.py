@@ -1,7 +1,7 @@
 """The size of each thing that a run keeps in memory, in bytes, from the model's configuration and the recipe.
 
-Nothing is allocated: parameters are counted on the meta device. Activations and the engine's buffers are estimates;
-`tests/setup/test_memory.py` compares them with what the parts really hold.
+Nothing is allocated; parameters were counted on the meta device (`parameter_counts.py`). Activations and the engine's
+buffers are estimates; `tests/setup/test_memory.py` compares them with what the parts really hold.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from stretto.engines.native.cache import PAGE
 from stretto.engines.native.prefill import CHUNKS as PREFILL_CHUNKS
 from stretto.engines.native.prefill import SIZES as PREFILL_SIZES
 from stretto.models.float32_products import HALF
-from stretto.models.loading import load_config
 from stretto.models.routing import is_mixture, shape_of_config
 from stretto.recipe.schema import Recipe
+from stretto.setup.parameter_counts import ParameterCounts
 from stretto.training.logprobs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 
 GIB = 1 << 30
@@ -86,24 +84,6 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype = torch.float32, *, recor
     routing = shape_of_config(config) if records_routing else None
     record = 0 if routing is None else routing.bytes_per_token
     return int(2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize) + record
-
-
-def matrix_elements(model: Any) -> int:
-    """Returns the number of weights in all linear layers but the output layer."""
-    head = model.get_output_embeddings()
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
-
-
-def reference_bytes(recipe: Recipe, base: int, dtype: torch.dtype) -> int:
-    """Returns the size of the model for the KL penalty. The policy without its adapters needs no second model."""
-    kl = recipe.algorithm.kl
-    if kl is None or kl.reference is None:
-        return 0
-    if kl.reference == recipe.model.path:
-        return base
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(kl.reference, option="algorithm.kl.reference"))
-    return int(sum(parameter.numel() for parameter in model.parameters())) * dtype.itemsize
 
 
 def scored_ahead_bytes(recipe: Recipe) -> int:
@@ -187,19 +167,16 @@ def activation_bytes(
     return int(total)
 
 
-def engine_bytes(recipe: Recipe, config: Any, model: Any, dtype: torch.dtype) -> int:
+def engine_bytes(recipe: Recipe, config: Any, counts: ParameterCounts, dtype: torch.dtype) -> int:
     """Estimates the buffers of one instance on CUDA: graphs, and what grows with rows, prefills and the context."""
     rows, rollout = engine_rows(recipe), recipe.rollout
     # Captured steps keep their buffers, those of each module tree in a separate pool.
     pools = recipe.num_slots if recipe.model.lora is None else 1
     logits = (pools + 2) * rows * config.vocab_size * torch.float32.itemsize  # gathered, and sampled from
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    widest = max(linear.out_features for linear in linears)
-    prefill = (rollout.prefill_chunk_tokens + rows) * 4 * min(widest, 1 << 15) * dtype.itemsize
+    prefill = (rollout.prefill_chunk_tokens + rows) * 4 * min(counts.widest, 1 << 15) * dtype.itemsize
     # Captured prefills keep what a layer makes of each token, and the logits of finished prompts.
-    inner = max(linear.out_features for linear in linears if linear is not model.get_output_embeddings())
     largest = next((size for size in PREFILL_SIZES if size >= rollout.prefill_chunk_tokens), PREFILL_SIZES[-1])
-    captured = largest * 6 * inner * dtype.itemsize
+    captured = largest * 6 * counts.widest_inner * dtype.itemsize
     captured += PREFILL_CHUNKS * config.vocab_size * torch.float32.itemsize
     prefill += pools * captured
     tables = context_length(config) * (2 * head_size(config) + rows // PAGE) * torch.float32.itemsize

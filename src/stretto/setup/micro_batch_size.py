@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from stretto.recipe.schema import Recipe
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import Counted, Footprint, count_weights, instances_per_device, without_kv
+from stretto.setup.memory_needs import Footprint, instances_per_device, without_kv
 from stretto.setup.memory_sizes import batch_tokens, kv_bytes_per_token, longest_trajectory, wanted_kv_tokens
 from stretto.training.options import MICRO_TOKENS
 
@@ -22,24 +23,32 @@ KV_SHARE = 0.6  # of the memory that is left for activations and KV
 
 
 def with_micro_tokens(
-    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int | None = None
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    counted: CountedModels | None = None,
+    free: int | None = None,
 ) -> Recipe:
     """Returns the recipe with a number for `training.micro_tokens`, if it is `auto` and the device is a GPU.
 
-    `free` are the bytes to plan with; None asks the device. The number is the same for the same memory, recipe and
-    prompts. If nothing fits, it is the smallest, and the plan of the run says what is missing.
+    `counted` are its models; None: they are counted here, if they are needed. `free` are the bytes to plan with; None
+    asks the device. The number is the same for the same memory, recipe and prompts. If nothing fits, it is the
+    smallest, and the plan of the run says what is missing.
     """
     if recipe.training.micro_tokens != "auto" or device.type != "cuda":
         return recipe
     if recipe.runtime.type == "ray":  # ranks have other devices than the driver, and do not try smaller ones
         return with_section(recipe, "training", micro_tokens=MICRO_TOKENS)
     free = free_bytes(recipe, device) if free is None else free
-    size = fitting_size(recipe, config, count_weights(recipe, config, device), longest_prompt, device, free)
+    counted = counted or count_models(recipe, config, device)
+    size = fitting_size(recipe, config, counted, longest_prompt, device, free)
     return with_section(recipe, "training", micro_tokens=size)
 
 
 def fitting_size(
-    recipe: Recipe, config: Any, counted: Counted, longest_prompt: int, device: torch.device, free: int
+    recipe: Recipe, config: Any, counted: CountedModels, longest_prompt: int, device: torch.device, free: int
 ) -> int:
     """Returns the largest of `SIZES` that leaves enough for KV, or the smallest if none does."""
     one = longest_trajectory(recipe, longest_prompt)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import count_weights, instances_per_device, spare_bytes
+from stretto.setup.memory_needs import instances_per_device, spare_bytes
 from stretto.setup.memory_sizes import engine_bytes
 from stretto.setup.micro_batch_size import SIZES as MICRO_SIZES
 
@@ -34,14 +35,16 @@ def with_prefill_tokens(
     longest_prompt: int,
     device: torch.device,
     *,
+    counted: CountedModels | None = None,
     free: int | None = None,
     trains: bool = True,
 ) -> Recipe:
     """Returns the recipe with a number for `rollout.prefill_tokens`, if it is `auto` and the device is a GPU.
 
-    `free` are the bytes to plan with; None asks the device. Without `trains` the plan is for an instance alone; with
-    it, the recipe of a cluster keeps `auto`. The number is the same for the same memory, recipe and prompts. Call it
-    before `with_micro_tokens`, which plans beside the engine.
+    `counted` are its models; None: they are counted here, if they are needed. `free` are the bytes to plan with; None
+    asks the device. Without `trains` the plan is for an instance alone; with it, the recipe of a cluster keeps `auto`.
+    The number is the same for the same memory, recipe and prompts. Call it before `with_micro_tokens`, which plans
+    beside the engine.
     """
     if recipe.rollout.prefill_tokens != "auto" or device.type != "cuda" or (recipe.runtime.type == "ray" and trains):
         return recipe
@@ -52,19 +55,21 @@ def with_prefill_tokens(
     least = smallest
     if recipe.training.micro_tokens == "auto":
         least = with_section(smallest, "training", micro_tokens=MICRO_SIZES[-1])
-    counted = count_weights(recipe, config, device)
+    counted = counted or count_models(recipe, config, device)
     spare = spare_bytes(least, config, counted, longest_prompt, device, free=free, trains=trains)
     text, dtype = config.get_text_config(), choose_dtype(recipe.model.dtype, device)
     engines = instances_per_device(recipe) * recipe.engine.tensor_parallel
-    workspaces = [engines * engine_bytes(each, text, counted.model, dtype) for each in sized]
+    workspaces = [engines * engine_bytes(each, text, counted.policy, dtype) for each in sized]
     more = (workspace - workspaces[-1] for workspace in workspaces)
     most = min(spare, SHARE * (free_bytes(recipe, device) if free is None else free))
     return next(each for each, extra in zip(sized, more, strict=True) if extra <= most or each is smallest)
 
 
-def for_instance(recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, free: int | None) -> Recipe:
+def for_instance(
+    recipe: Recipe, config: Any, counted: CountedModels, longest_prompt: int, device: torch.device, free: int | None
+) -> Recipe:
     """Returns the recipe of a rollout instance with a process for itself, and logs what it has chosen."""
-    chosen = with_prefill_tokens(recipe, config, longest_prompt, device, free=free, trains=False)
+    chosen = with_prefill_tokens(recipe, config, longest_prompt, device, counted=counted, free=free, trains=False)
     for line in describe_prefill_tokens(recipe, chosen):
         log.info(line)
     return chosen

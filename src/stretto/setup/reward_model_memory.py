@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -13,11 +15,26 @@ from stretto.setup.scorers import scorers_of, shares_device
 from stretto.setup.teacher_memory import LAYER_WIDTHS
 
 
-def reward_model_footprint(recipe: Recipe, device: torch.device) -> int:
-    """Returns the bytes of the reward models' processes on `device`; 0 if there is none, or they are elsewhere."""
+@dataclass(frozen=True, slots=True)
+class RewardModelSize:
+    """A reward model, and the bytes of its process."""
+
+    options: RewardModelOptions
+    process: int
+
+
+def reward_model_sizes(recipe: Recipe, device: torch.device) -> tuple[RewardModelSize, ...]:
+    """Returns the sizes of the reward models that have their processes on `device`."""
     scorers = [each for task in recipe.tasks for each in scorers_of(task).values()]
     models = [each for each in scorers if isinstance(each, RewardModelOptions)]
-    return sum(process_bytes(each, device) for each in models if shares_device(recipe, each, device))
+    return tuple(
+        RewardModelSize(each, process_bytes(each, device)) for each in models if shares_device(recipe, each, device)
+    )
+
+
+def reward_model_footprint(recipe: Recipe, models: tuple[RewardModelSize, ...], device: torch.device) -> int:
+    """Returns the bytes of those of the models that are on `device`, which none is if the recipe is for a cluster."""
+    return sum(each.process for each in models if shares_device(recipe, each.options, device))
 
 
 def process_bytes(options: RewardModelOptions, device: torch.device) -> int:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from stretto.recipe.schema import Recipe
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import choose_dtype, free_bytes, with_section
-from stretto.setup.memory import count_weights, instances_per_device, without_kv
+from stretto.setup.memory_needs import instances_per_device, without_kv
 from stretto.setup.memory_sizes import (
     batch_rows,
     batch_tokens,
@@ -36,34 +37,41 @@ MICRO_TOKENS = 16_384  # of a micro-batch; larger ones gain little
 
 
 def with_rows(
-    recipe: Recipe, config: Any, longest_prompt: int, device: torch.device, *, free: int | None = None
+    recipe: Recipe,
+    config: Any,
+    longest_prompt: int,
+    device: torch.device,
+    *,
+    counted: CountedModels | None = None,
+    free: int | None = None,
 ) -> Recipe:
     """Returns the recipe with the most rows that memory has room for, if `rollout.rows` is left out.
 
-    `free` are the bytes to plan with; None asks the device. The result is the same for the same memory, recipe and
-    prompts. Call it before `with_prefill_tokens` and `with_micro_tokens`, which plan beside the rows.
+    `counted` are its models; None: they are counted here, if they are needed. `free` are the bytes to plan with; None
+    asks the device. The result is the same for the same memory, recipe and prompts. Call it before
+    `with_prefill_tokens` and `with_micro_tokens`, which plan beside the rows.
     """
     batch, most = batch_rows(recipe), recipe.plan.rows
     if recipe.rollout.rows is not None or not recipe.starts_ahead or most <= batch:
         return recipe
     free = free_bytes(recipe, device) if free is None else free
-    counted, dtype = count_weights(recipe, config, device), choose_dtype(recipe.model.dtype, device)
+    models, dtype = counted or count_models(recipe, config, device), choose_dtype(recipe.model.dtype, device)
     text, instances = config.get_text_config(), instances_per_device(recipe)
     one = longest_trajectory(recipe, longest_prompt)
     per_token = kv_bytes_per_token(text, dtype, records_routing=recipe.training.records_routing)
 
     def buffers(sized: Recipe) -> int:
-        return instances * engine_bytes(sized, text, counted.model, dtype)
+        return instances * engine_bytes(sized, text, models.policy, dtype)
 
     def micro_tokens(sized: Recipe) -> int:
         if sized.training.micro_tokens != "auto":
             return MICRO_TOKENS
-        return fitting_size(sized, config, counted, longest_prompt, device, free)
+        return fitting_size(sized, config, models, longest_prompt, device, free)
 
     least = with_rows_at_most(recipe, batch)
     for rows in range(most, batch, -max(1, batch // 2)):
         sized = with_rows_at_most(recipe, rows)
-        need = without_kv(sized, config, counted, longest_prompt, device, free)
+        need = without_kv(sized, config, models, longest_prompt, device, free)
         room = KV_SHARE * (free - (need.without_kv - need.working))
         if recipe.rollout.kv_tokens is not None:
             room = recipe.rollout.kv_tokens * per_token

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from stretto.models.lora import WEIGHTS_FILE
 from stretto.objectives.teacher_options import TeacherOptions
 from stretto.recipe.schema import Recipe
 from stretto.setup.memory_sizes import micro_batch_tokens
+from stretto.setup.parameter_counts import meta_model, num_parameters
 from stretto.setup.teachers import TeacherSource, teacher_sources
 from stretto.training.distribution_divergence import CHUNK_ELEMENTS, CHUNK_ELEMENTS_TRAINED_HEAD
 
@@ -30,46 +30,70 @@ class TeachersFootprint:
     training: int = 0  # blocks of logits while the policy trains
 
 
-def teachers_footprint(recipe: Recipe, dtype: torch.dtype, device: torch.device, longest: int) -> TeachersFootprint:
+@dataclass(frozen=True, slots=True)
+class TeacherSize:
+    """A teacher, counted without its weights."""
+
+    options: TeacherOptions
+    width: int  # of its stream
+    vocabulary: int
+    weights: int  # bytes
+    resident: int  # of `weights`, bytes that stay on the device between two updates
+
+
+def teacher_sizes(recipe: Recipe, dtype: torch.dtype) -> tuple[TeacherSize, ...]:
+    """Returns the sizes of the teachers of a recipe, in its order, with weights in `dtype`."""
+    sizes = []
+    for options, source in zip(recipe.algorithm.teachers, teacher_sources(recipe), strict=True):
+        config = source.config()
+        text = config.get_text_config()
+        weights, resident = _weights(recipe, options, source, config, dtype)
+        sizes.append(TeacherSize(options, int(text.hidden_size), int(text.vocab_size), weights, resident))
+    return tuple(sizes)
+
+
+def teachers_footprint(
+    recipe: Recipe, teachers: tuple[TeacherSize, ...], dtype: torch.dtype, device: torch.device, longest: int
+) -> TeachersFootprint:
     """Returns what the teachers of a recipe need. `longest` are the most tokens of a trajectory."""
-    if not recipe.algorithm.teachers:
+    if not teachers:
         return TeachersFootprint()
     plan, resident, scoring, blocks = recipe.plan, 0, 0, 0
     rows = (plan.batch + plan.replay_groups) * plan.group_size * recipe.max_lineages
     per_token = []
-    for options, source in zip(recipe.algorithm.teachers, teacher_sources(recipe), strict=True):
-        config = source.config().get_text_config()
-        weights, stays = _weights(recipe, options, source, dtype)
-        resident += stays
+    for teacher in teachers:
+        resident += teacher.resident
         tokens = micro_batch_tokens(recipe, longest)
-        passing = tokens * LAYER_WIDTHS * config.hidden_size * dtype.itemsize
-        scoring = max(scoring, weights - stays + passing)
+        passing = tokens * LAYER_WIDTHS * teacher.width * dtype.itemsize
+        scoring = max(scoring, teacher.weights - teacher.resident + passing)
         chunks = CHUNK_ELEMENTS if recipe.model.lora is not None else CHUNK_ELEMENTS_TRAINED_HEAD
-        logits = min(chunks[device.type], tokens * config.vocab_size)
-        if options.form == "full":
+        logits = min(chunks[device.type], tokens * teacher.vocabulary)
+        if teacher.options.form == "full":
             blocks = max(blocks, BLOCKS * logits * torch.float32.itemsize)
-        per_token.append(_score_bytes(options, config, dtype))
+        per_token.append(_score_bytes(teacher, dtype))
     # Every sample has one teacher: at worst the one whose scores are largest.
     return TeachersFootprint(resident, scoring, rows * recipe.rollout.max_tokens * max(per_token), blocks)
 
 
-def _score_bytes(options: TeacherOptions, config: Any, dtype: torch.dtype) -> int:
+def _score_bytes(teacher: TeacherSize, dtype: torch.dtype) -> int:
     """The data kept of each token until it is trained on."""
+    options = teacher.options
     if options.form == "sampled":
         return torch.float32.itemsize
     if options.top_k is not None:
         return options.top_k * (torch.float32.itemsize + torch.int32.itemsize) + torch.float32.itemsize
-    return int(config.hidden_size) * dtype.itemsize
+    return teacher.width * dtype.itemsize
 
 
-def _weights(recipe: Recipe, options: TeacherOptions, source: TeacherSource, dtype: torch.dtype) -> tuple[int, int]:
+def _weights(
+    recipe: Recipe, options: TeacherOptions, source: TeacherSource, config: Any, dtype: torch.dtype
+) -> tuple[int, int]:
     """The bytes of a teacher's weights, and of those that stay on the device between two updates."""
     if source.adapter is not None and recipe.model.lora is not None and _may_share(recipe, source):
         size = (source.adapter / WEIGHTS_FILE).stat().st_size
         return size, size
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(source.config())
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    model = meta_model(config)
+    weights = num_parameters(model) * dtype.itemsize
     if options.keep == "device":
         return weights, weights
     keeps_head = options.form == "full" and options.top_k is None

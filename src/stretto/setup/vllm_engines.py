@@ -19,9 +19,11 @@ from stretto.models.lora import adapted_modules
 from stretto.models.routing import is_mixture
 from stretto.recipe.engine_checks import refused_mixture
 from stretto.recipe.schema import Recipe
+from stretto.setup.counted_models import count_models
 from stretto.setup.device import choose_device, choose_dtype, prepare_device
 from stretto.setup.expert_checks import expert_targets
-from stretto.setup.memory import Footprint, footprint, free_for_instance, instances_per_device
+from stretto.setup.memory import footprint, free_for_instance
+from stretto.setup.memory_needs import Footprint, instances_per_device
 from stretto.setup.memory_sizes import context_length, engine_rows, kv_bytes_per_token, kv_copies
 from stretto.setup.prefill_chunk_size import for_instance
 
@@ -176,7 +178,7 @@ def make_vllm_instance(recipe: Recipe, model_path: str, longest_prompt: int, dec
     """Makes the engine of a rollout instance that has a process, and devices, for itself."""
     config, device = load_config(model_path), choose_device(recipe.runtime.device)
     prepare_device(recipe, device)
-    free = free_for_instance(recipe, device)
-    recipe = for_instance(recipe, config, longest_prompt, device, free)
-    need = footprint(recipe, config, longest_prompt, device, free=free, trains=False)
+    free, counted = free_for_instance(recipe, device), count_models(recipe, config, device)
+    recipe = for_instance(recipe, config, counted, longest_prompt, device, free)
+    need = footprint(recipe, config, longest_prompt, device, counted=counted, free=free, trains=False)
     return make_vllm_engine(recipe, model_path, need, device, decode, start_s=CLUSTER_START_S)
