@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.models.varlen_attention import causal_varlen
-from stretto.models.varlen_layout import expanded, ragged_arange, reduced, varlen_layout
+from stretto.models.varlen_copies import expanded, reduced
+from stretto.models.varlen_layout import Copies, ragged_arange, varlen_layout
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,36 +36,44 @@ def whole_sequences(lengths, prefixes):
     ]
 
 
+def copies_of(layout, tokens):
+    return Copies.of(layout.copies, tokens, *layout.sizes.tolist()[1:])
+
+
 @given(pieces())
 def test_keys_are_those_of_the_prefix_and_the_sequences_own(made):
     lengths, prefixes = made
     layout = varlen_layout(lengths, prefixes)
-    rows = torch.arange(int(lengths.sum()))
-    keys = expanded(rows, layout.copies, layout.sizes)
     expected = whole_sequences(lengths, prefixes)
-    assert keys.tolist() == np.concatenate(expected).tolist()
     assert layout.ends[0].diff().tolist() == lengths.tolist()
     assert layout.ends[1].diff().tolist() == [len(each) for each in expected]
     assert layout.sizes[0] >= max(len(each) for each in expected)
     assert len(layout.copies) > 1, "a compiled graph treats 0 and 1 as cases of their own"
+    if (prefixes >= 0).any():
+        tokens = int(lengths.sum())
+        copies = copies_of(layout, tokens)
+        assert copies.sources.tolist() == np.concatenate(expected).tolist()
+        assert copies.sources[copies.places].tolist() == list(range(tokens))
+        every = [*copies.places.tolist(), *(key for key in copies.table.flatten().tolist() if key >= 0)]
+        assert sorted(every) == list(range(len(copies.sources))), "each key counts once in a sum"
+    else:
+        assert layout.sizes.tolist() == [128, 0, 0]
 
 
-@given(pieces())
-def test_gradients_are_summed_over_the_copies_of_a_token(made):
+@given(pieces(), st.sampled_from([torch.float64, torch.float32]))
+def test_copies_are_rows_of_their_tokens_and_gradients_are_summed_over_them(made, dtype):
     lengths, prefixes = made
-    layout = varlen_layout(lengths, prefixes)
-    rows = torch.randn(int(lengths.sum()), 2, 3, dtype=torch.float64, requires_grad=True)
-    keys = rows[np.concatenate(whole_sequences(lengths, prefixes))]
-    upstream = torch.randn_like(keys)
-    (expected,) = torch.autograd.grad(keys, rows, upstream)
-    got = reduced(upstream, len(rows), layout.copies, layout.sizes)
-    assert torch.allclose(got, expected, atol=1e-12)
-
-
-def test_a_gradient_without_copies_is_returned_as_it_is():
-    layout, grads = varlen_layout(np.array([3, 2])), torch.randn(5, 1, 2)
-    assert reduced(grads, 5, layout.copies, layout.sizes) is grads
-    assert layout.sizes.tolist() == [128, 0, 0, 0]
+    if not (prefixes >= 0).any():
+        return
+    tokens = int(lengths.sum())
+    copies = copies_of(varlen_layout(lengths, prefixes), tokens)
+    rows = [torch.randn(tokens, 2, 3, dtype=dtype, requires_grad=True) for _ in range(2)]
+    keys = [each[np.concatenate(whole_sequences(lengths, prefixes))] for each in rows]
+    for one, other in zip(expanded(*rows, copies), keys, strict=True):
+        assert torch.equal(one, other)
+    upstream = [torch.randn_like(each) for each in keys]
+    for one, other in zip(reduced(*upstream, copies), torch.autograd.grad(keys, rows, upstream), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
 
 
 def attention(lengths, prefixes, states, scale):

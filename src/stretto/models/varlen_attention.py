@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import library
 
 from stretto.models.float32_products import HALF, wide_type
-from stretto.models.varlen_layout import expanded, reduced
+from stretto.models.varlen_copies import expanded, reduced
+from stretto.models.varlen_layout import Copies
 
 MAX_HEAD_SIZE = 256
 
@@ -52,10 +53,11 @@ def causal_varlen(
 
     A token attends to the prefix of its sequence, to the tokens before it, and to itself.
     """
-    key, value = (expanded(each, copies, sizes) for each in (key, value))
+    limit, num_keys, most = sizes.tolist()
+    if num_keys:
+        key, value = expanded(key, value, Copies.of(copies, len(query), num_keys, most))
     if not query.is_cuda:
         return _reference(query, key, value, ends, scale)
-    limit = int(sizes[0])
     out, normalizers, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, ends[0], ends[1], limit, limit, 0.0, True, False, scale=scale
     )
@@ -95,9 +97,11 @@ def causal_varlen_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value."""
-    key, value = (expanded(each, copies, sizes) for each in (key, value))
+    limit, num_keys, most = sizes.tolist()
+    parts = Copies.of(copies, len(query), num_keys, most) if num_keys else None
+    if parts is not None:
+        key, value = expanded(key, value, parts)
     if query.is_cuda:
-        limit = int(sizes[0])
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
         grads = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out, normalizers, ends[0], ends[1], limit, limit, 0.0, True,
@@ -107,7 +111,9 @@ def causal_varlen_backward(
         grads = _reference_backward(grad, query, key, value, ends, scale)
     # The fake is contiguous, and an operator must not return the same memory twice.
     query_grad, key_grad, value_grad = (each.contiguous() for each in grads)
-    return query_grad, *(reduced(each, len(query), copies, sizes) for each in (key_grad, value_grad))
+    if parts is not None:
+        key_grad, value_grad = reduced(key_grad, value_grad, parts)
+    return query_grad, key_grad, value_grad
 
 
 @causal_varlen_backward.register_fake
