@@ -212,6 +212,14 @@ class PackedModel:
             supports=micro.supports,
         )
 
+    def scores(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """Returns the log-probability of every completion token [C] as a training pass computes it, without gradient.
+
+        Compiled layers keep their activations. They are given back here, before the next micro-batch makes its own.
+        """
+        with self.as_in_training():
+            return self.logprobs(micro, temperature)[0].detach()
+
     def _check_sequences(self) -> list[torch.Tensor]:
         vocabulary = self.head.out_features
         return [torch.arange(n, device=self.head.weight.device) * 7 % vocabulary for n in CHECK_LENGTHS]

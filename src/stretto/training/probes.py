@@ -39,6 +39,5 @@ def score_probe(packed: Any, device: torch.device) -> Probe:
         [Sample(0, 0, 0, tokens[:1], made, 0.0)], [0], zeros, zeros,
         device=device, dtype=dtype, flash=packed.flash, multiple=packed.multiple,
     )  # fmt: skip
-    with torch.inference_mode(False), packed.as_in_training():
-        logprobs, _ = packed.logprobs(micro, 1.0)
-    return Probe(tokens, logprobs.detach().float().cpu().numpy())
+    with torch.inference_mode(False):
+        return Probe(tokens, packed.scores(micro, 1.0).float().cpu().numpy())

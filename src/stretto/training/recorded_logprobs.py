@@ -41,9 +41,8 @@ def rescore(trainer: LocalTrainer, samples: Sequence[Sample]) -> list[NDArray[np
             device=trainer.device, dtype=dtype, flash=packed.flash, multiple=packed.multiple,
             shares_prompts=packed.shares_prompts, routing=trainer.routing,
         )  # fmt: skip
-        with torch.inference_mode(False), packed.as_in_training():
-            logprobs, _ = packed.logprobs(micro, trainer.temperature)
-        values = logprobs.detach().double().cpu().numpy()
+        with torch.inference_mode(False):
+            values = packed.scores(micro, trainer.temperature).double().cpu().numpy()
         found |= zip(chosen, np.split(values, np.cumsum(micro.num_targets)[:-1]), strict=True)
     return [found[index] for index in range(len(samples))]
 

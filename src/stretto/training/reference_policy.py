@@ -114,10 +114,9 @@ class Reference:
         temperature: float,
     ) -> None:
         """Sets `reference` of micro-batches."""
-        with self.active() as packed, packed.as_in_training():
+        with self.active() as packed:
             for plan in plans:
-                logprobs, _ = packed.logprobs(pack(batch, plan, packed), temperature)
-                plan.reference = logprobs.detach()
+                plan.reference = packed.scores(pack(batch, plan, packed), temperature)
 
 
 def make_reference(

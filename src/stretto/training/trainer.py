@@ -379,18 +379,24 @@ class LocalTrainer:
         if len(mini_batches) > 1 or self.critic is not None:
             with self.packed.as_in_training():
                 for plan in micro_batch_plans(mini_batches):
-                    micro = self._pack(batch, plan)
-                    states = self.packed.states(micro)
-                    if len(mini_batches) > 1:  # a single step uses the log-probabilities of its own forward pass
-                        proximal, _ = self.packed.logprobs(micro, self.temperature, states=states)
-                        plan.proximal = proximal.detach()
-                    if self.critic is not None:
-                        plan.values = self.critic.values(states, micro.predicts).detach()
+                    self._assess(batch, plan, proximal=len(mini_batches) > 1)
                 for _ in range(sum(self._num_empty_passes(mini_batch) for mini_batch in mini_batches)):
                     self._empty_pass(batch)
         if self.reference is not None:
             self.reference.score(batch, micro_batch_plans(mini_batches), self._pack, self.temperature)
         self.teachers.score(batch, micro_batch_plans(mini_batches), self._pack)
+
+    def _assess(self, batch: Batch, plan: MicroBatchPlan, *, proximal: bool) -> None:
+        """Sets what the policy before the update says of a micro-batch. What the pass keeps ends with this call.
+
+        Without `proximal` the one step of the update uses the log-probabilities of its own forward pass.
+        """
+        micro = self._pack(batch, plan)
+        states = self.packed.states(micro)
+        if proximal:
+            plan.proximal = self.packed.logprobs(micro, self.temperature, states=states)[0].detach()
+        if self.critic is not None:
+            plan.values = self.critic.values(states, micro.predicts).detach()
 
     def _compute_advantages(
         self, batch: Batch, mini_batches: list[MiniBatch], rewards: NDArray[np.float64]

@@ -192,8 +192,8 @@ class VersionScorer:
         self, batch: Batch, samples: tuple[int, ...], version: int, found: dict[int, ScoredSample]
     ) -> None:
         micro = self._pack(batch, MicroBatchPlan(samples))
-        logprobs, _ = self._packed.logprobs(micro, self._temperature)
-        for index, own in zip(samples, torch.split(logprobs.detach(), list(micro.num_targets)), strict=True):
+        scores = self._packed.scores(micro, self._temperature)
+        for index, own in zip(samples, torch.split(scores, list(micro.num_targets)), strict=True):
             here = torch.from_numpy(batch.samples[index].token_versions == version).to(own.device)
             if index in found:
                 before = found[index]
