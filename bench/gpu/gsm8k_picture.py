@@ -25,14 +25,24 @@ from typing import Any
 
 WIDTH, HEIGHT = 980, 330
 PANEL, TOP, BOTTOM, LEFT, GAP = 400, 56, 268, 62, 76  # pixels
-GRID_STEPS = 5
+GRID_STEPS, LEGEND_ROW = 5, 22
 NAMES = {  # of the folders that `examples/qwen.py` writes
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
 }
 NICE = (1, 2, 2.5, 5, 10)
-LIGHT = {"text": "#1f2328", "dim": "#59636e", "grid": "#d1d9e0", "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e")}
-DARK = {"text": "#f0f6fc", "dim": "#9198a1", "grid": "#3d444d", "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149")}
+LIGHT = {
+    "text": "#1f2328",
+    "dim": "#59636e",
+    "grid": "#d1d9e0",
+    "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e", "#bf8700", "#59636e"),
+}
+DARK = {
+    "text": "#f0f6fc",
+    "dim": "#9198a1",
+    "grid": "#3d444d",
+    "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149", "#d29922", "#9198a1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,8 @@ def label_of(cell: dict[str, Any]) -> str:
         return f"TRL {cell['versions']['trl']}{kind}, vLLM {cell['versions']['vllm']}"
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
     # Until a row for each trajectory was the default, `in_flight = "full"` had one batch of rows.
-    few = cell["parameters"].get("in_flight") == "full" and "rows" not in cell["parameters"]
+    rows = cell["parameters"].get("rows", cell["results"].get("rows"))
+    few = cell["parameters"].get("in_flight") == "full" and rows is None
     return "Stretto, synchronous" if paradigm == "synchronous" else f"Stretto, K = {bound}{', 512 rows' * few}"
 
 
@@ -107,8 +118,10 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
     problems = " or ".join(f"{count:,}" for count in sorted({run.problems for run in runs}))
     scores = [value for run in runs for _, _, score, error in run.points for value in (score - error, score + error)]
     low, high = math.floor(min(scores) * 20) / 20, math.ceil(max(scores) * 20) / 20
+    placed = legend_places(labels)
+    height = HEIGHT + LEGEND_ROW * placed[-1][1]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif" '
         f'role="img" aria-label="{title}">',
         _text(LEFT, 24, title, colours["text"], size=16, weight=600),
     ]
@@ -118,20 +131,25 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
         parts += _panel(left, name, most, (low, high), colours)
         parts.append(_text(left, TOP - 10, f"accuracy on {problems} held-out problems, temperature 1", colours["dim"]))
         for run in runs:
-            colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
+            colour = colours["lines"][labels.index(run.label)]
             parts += _line(run, number, left, most, (low, high), colour)
-    x = LEFT
-    for place, label in enumerate(labels):
-        colour = colours["lines"][place % len(colours["lines"])]
-        parts.append(f'<rect x="{x}" y="{HEIGHT - 16}" width="14" height="4" fill="{colour}"/>')
-        parts.append(_text(x + 20, HEIGHT - 9, label, colours["text"], size=13))
-        x += legend_width(label)
+    for place, (label, (x, row)) in enumerate(zip(labels, placed, strict=True)):
+        colour, y = colours["lines"][place], HEIGHT - 9 + row * LEGEND_ROW
+        parts.append(f'<rect x="{x}" y="{y - 7}" width="14" height="4" fill="{colour}"/>')
+        parts.append(_text(x + 20, y, label, colours["text"], size=13))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def legend_width(label: str) -> int:
-    """The pixels from an entry of the legend to the next one."""
-    return max(210, 40 + 7 * len(label))  # a letter of size 13 has less than 7 on average
+def legend_places(labels: Sequence[str]) -> list[tuple[int, int]]:
+    """The place of each entry of the legend: pixels from the left, and its row."""
+    places, x, row = list[tuple[int, int]](), LEFT, 0
+    for label in labels:
+        width = max(210, 40 + 7 * len(label))  # a letter of size 13 has less than 7 on average
+        if x > LEFT and x + width > WIDTH:
+            x, row = LEFT, row + 1
+        places.append((x, row))
+        x += width
+    return places
 
 
 def _panel(left: float, name: str, most: float, scale: tuple[float, float], colours: dict[str, Any]) -> Iterator[str]:

@@ -45,14 +45,21 @@ def test_the_title_is_that_of_the_model():
     assert title_of("mine") == "mine on GSM8K, LoRA, one H200"
 
 
+@pytest.mark.parametrize("folders", [[SMALL], [SMALL, SMALL / "ages"]])
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
-def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours):
-    tree = ElementTree.fromstring(picture(read_runs([SMALL], "qwen2.5-coder-0.5b"), colours, "title"))
-    texts = [each for each in tree.iter() if each.tag.endswith("text") and float(each.get("y")) == HEIGHT - 9]
-    assert texts[0].text == "Stretto, K = 2, 512 rows"
-    places = [(float(each.get("x")), float(each.get("x")) + 7 * len(each.text)) for each in texts]
-    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(places))
-    assert places[-1][1] < WIDTH
+def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours, folders):
+    runs = read_runs(folders, "qwen2.5-coder-0.5b", ages=len(folders) > 1)
+    labels = set(run.label for run in runs)
+    tree = ElementTree.fromstring(picture(runs, colours, "title"))
+    texts = [each for each in tree.iter() if each.text in labels]
+    assert len(texts) == len(labels)
+    assert len({each.get("fill") for each in tree.iter() if each.tag.endswith("rect")}) >= len(labels)
+    height = float(tree.get("viewBox").split()[-1])
+    for _, row in itertools.groupby(texts, key=lambda each: float(each.get("y"))):
+        places = [(float(each.get("x")), float(each.get("x")) + 7 * len(each.text)) for each in row]
+        assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(places))
+        assert places[-1][1] < WIDTH
+    assert all(HEIGHT - 9 <= float(each.get("y")) < height for each in texts)
 
 
 def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
