@@ -85,7 +85,7 @@ def measure(trainer: LocalTrainer, samples: list[Sample], options: argparse.Name
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--model", default="models/qwen2.5-coder-1.5b", help="a folder, or a hub name")
@@ -95,7 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--micro-tokens", type=int, default=32_768)
     parser.add_argument("--repeats", type=int, default=4)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser_of().parse_args(arguments)
     cells = from_options(options)
     with tempfile.TemporaryDirectory() as scratch:
         if options.tiny:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import batch, gsm8k, step_profile, trl_async_gsm8k, trl_gsm8k
+from bench.gpu import batch, gsm8k, shared_prompts, step_profile, trl_async_gsm8k, trl_gsm8k
 from bench.gpu.batch import Job, copy_tree, parse_job, run_all
 
 
@@ -67,7 +67,7 @@ def test_a_file_without_jobs_that_can_be_read_is_refused(tmp_path: Path, capsys:
 )
 def test_the_batches_that_are_here_have_commands_that_their_benches_accept(path: Path) -> None:
     """A misspelled option would cost the time of a whole job."""
-    modules = (gsm8k, trl_gsm8k, trl_async_gsm8k, step_profile)
+    modules = (gsm8k, trl_gsm8k, trl_async_gsm8k, step_profile, shared_prompts)
     parsers = {module.__name__: module.parser_of for module in modules}
     jobs = [job for line in path.read_text().splitlines() if (job := parse_job(line)) is not None]
     assert len({job.name for job in jobs}) == len(jobs)

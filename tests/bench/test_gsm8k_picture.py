@@ -49,7 +49,7 @@ def test_the_title_is_that_of_the_model():
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours, folders):
     runs = read_runs(folders, "qwen2.5-coder-0.5b", ages=len(folders) > 1)
-    labels = set(run.label for run in runs)
+    labels = {run.label for run in runs}
     tree = ElementTree.fromstring(picture(runs, colours, "title"))
     texts = [each for each in tree.iter() if each.text in labels]
     assert len(texts) == len(labels)
