@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_cases import random_batch
 
 from stretto.training.packing import micro_batch
-from stretto.training.sequence_sizes import LEAST_PREFIX, SequenceSizes, prompt_families
+from stretto.training.sequence_sizes import KEYS_PER_TOKEN, LEAST_PREFIX, SequenceSizes, prompt_families
 from stretto.types import Completion, Sample
 
 
@@ -66,7 +66,7 @@ def test_a_family_that_fits_stays_together(groups, budget):
     sizes = SequenceSizes.of(samples_of(groups), shares_prompts=True)
     place = {index: number for number, chosen in enumerate(sizes.bins(budget)) for index in chosen}
     for members in sizes.families:
-        if sizes[members].total <= budget:
+        if sizes[members].total_load <= budget:
             assert len({place[index] for index in members.tolist()}) == 1
 
 
@@ -106,6 +106,19 @@ def seen(micro):
     return found
 
 
+@pytest.mark.parametrize(("prompt", "completion", "members"), [(5_000, 10, 64), (400, 300, 64), (3_000, 400, 16)])
+def test_a_long_prompt_with_many_samples_has_a_bounded_number_of_keys(prompt, completion, members):
+    budget, samples = 8_192, [sample(number, tuple(range(prompt)), completion) for number in range(members)]
+    bins = SequenceSizes.of(samples, shares_prompts=True).bins(budget)
+    zeros = np.zeros(members)
+    for chosen in bins:
+        micro = micro_batch(samples, chosen, zeros, zeros, flash=True, shares_prompts=True)
+        assert len(micro.input_ids) <= budget
+        assert micro.layout.varlen.ends[1, -1] <= KEYS_PER_TOKEN * budget
+    repeated = SequenceSizes.of(samples, shares_prompts=False).bins(budget)
+    assert len(bins) < len(repeated)
+
+
 def test_prompts_are_shared_in_layouts_for_flash_attention_alone():
     samples = random_batch(prompt_tokens=(20, 30)).samples
     with pytest.raises(ValueError, match="shares_prompts"):
@@ -113,11 +126,11 @@ def test_prompts_are_shared_in_layouts_for_flash_attention_alone():
 
 
 def test_micro_batches_of_half_the_size_count_a_shared_prompt_once():
-    samples = [sample(number, tuple(range(1000)), 100) for number in range(16)]
+    samples = [sample(number, tuple(range(1000)), 400) for number in range(16)]
     shared = SequenceSizes.of(samples, shares_prompts=True)
-    assert shared.total == 999 + 1600
-    assert shared.smaller(1 << 15) == 1299
-    assert SequenceSizes.of(samples, shares_prompts=False).smaller(1 << 15) == 16 * 1099 // 2
+    assert shared.total == shared.total_load == 999 + 6400
+    assert shared.smaller(1 << 15) == 7399 // 2
+    assert SequenceSizes.of(samples, shares_prompts=False).smaller(1 << 15) == 16 * 1399 // 2
     alone = SequenceSizes.of(samples[:1], shares_prompts=True)
     assert alone.smaller(1 << 15) is None
 

@@ -4,6 +4,10 @@ All tokens of a prompt but the last are its *prefix*, which a micro-batch comput
 (`models/varlen_layout.py`). The last one belongs to each sample, because it predicts the sample's first token. So a
 group of eight answers to a prompt of 100 tokens takes 99 tokens less seven times. Samples share by the tokens of their
 prompts: it does not matter which group they are of.
+
+Attention copies the keys of a prefix for each sample, one layer at a time. A key takes little memory beside a token, of
+which every layer keeps its states; but a long prompt with many samples would have keys without end. So a micro-batch
+has at most `KEYS_PER_TOKEN` times as many keys as its budget has tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from stretto.training.options import LEAST_MICRO_TOKENS
 from stretto.types import Sample
 
 LEAST_PREFIX = 16  # tokens; a shorter one is not worth a sequence of its own
+KEYS_PER_TOKEN = 4
 
 
 def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
@@ -81,6 +86,16 @@ class SequenceSizes:
         return self.own + self.prefix
 
     @property
+    def load(self) -> NDArray[np.int64]:
+        """The tokens of each sample beside its prefix, or more if its keys are too many for them [n]."""
+        return np.where(self.prefix == 0, self.own, np.maximum(self.own, -(-self.alone // KEYS_PER_TOKEN)))
+
+    @property
+    def total_load(self) -> int:
+        """The tokens that all samples in one micro-batch count as."""
+        return int(self.load.sum() + self.family_prefixes.sum())
+
+    @property
     def families(self) -> list[NDArray[np.int64]]:
         """The samples that share a prefix, family by family; one that shares nothing is a family of one."""
         shared = [np.flatnonzero(self.family == each) for each in np.unique(self.family[self.family >= 0])]
@@ -99,7 +114,7 @@ class SequenceSizes:
         return int(self.own.sum() + self.family_prefixes.sum())
 
     def bins(self, budget: int) -> list[list[int]]:
-        """Puts the samples into micro-batches of at most `budget` tokens; returns the indices of each.
+        """Puts the samples into micro-batches whose loads are at most `budget`; returns the indices of each.
 
         Every index appears once. A family stays together, unless it exceeds the budget by itself: then its parts repeat
         the prefix. A sample that exceeds it is alone. The result depends on the sizes alone.
@@ -109,11 +124,11 @@ class SequenceSizes:
         parts: list[list[int]] = []
         for members in self.families:
             prefix = int(self.prefix[members[0]])
-            divided = first_fit_decreasing(self.own[members], max(0, budget - prefix))
+            divided = first_fit_decreasing(self.load[members], max(0, budget - prefix))
             parts += [members[chosen].tolist() for chosen in divided]
         # In the order of the batch, so that equal sizes are packed in that order.
         parts.sort(key=lambda part: part[0])
-        found = first_fit_decreasing([self[part].total for part in parts], budget)
+        found = first_fit_decreasing([self[part].total_load for part in parts], budget)
         return [[index for place in each for index in parts[place]] for each in found]
 
     def smaller(self, budget: int) -> int | None:
@@ -121,12 +136,12 @@ class SequenceSizes:
 
         At least `LEAST_MICRO_TOKENS`. None if no micro-batch would become smaller.
         """
-        half = max(min(budget, self.total) // 2, LEAST_MICRO_TOKENS, int(self.alone.max()))
+        half = max(min(budget, self.total_load) // 2, LEAST_MICRO_TOKENS, int(self.alone.max()))
         return half if self._largest(half) < self._largest(budget) else None
 
     def _largest(self, budget: int) -> int:
-        """The tokens of the largest micro-batch."""
-        return max(self[chosen].total for chosen in self.bins(budget))
+        """The load of the largest micro-batch."""
+        return max(self[chosen].total_load for chosen in self.bins(budget))
 
 
 def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[list[int]]:
