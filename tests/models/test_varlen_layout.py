@@ -54,7 +54,11 @@ def test_keys_are_those_of_the_prefix_and_the_sequences_own(made):
         copies = copies_of(layout, tokens)
         assert copies.sources.tolist() == np.concatenate(expected).tolist()
         assert copies.sources[copies.places].tolist() == list(range(tokens))
-        every = [*copies.places.tolist(), *(key for key in copies.table.flatten().tolist() if key >= 0)]
+        every = [place for place, row in zip(copies.places.tolist(), copies.rows.tolist(), strict=True) if row < 0]
+        for place, row in zip(copies.places.tolist(), copies.rows.tolist(), strict=True):
+            firsts = [] if row < 0 else [first for first in copies.table[row].tolist() if first >= 0]
+            assert not firsts or firsts[0] <= place
+            every += [first + place - firsts[0] for first in firsts]
         assert sorted(every) == list(range(len(copies.sources))), "each key counts once in a sum"
     else:
         assert layout.sizes.tolist() == [128, 0, 0]
@@ -66,13 +70,15 @@ def test_copies_are_rows_of_their_tokens_and_gradients_are_summed_over_them(made
     if not (prefixes >= 0).any():
         return
     tokens = int(lengths.sum())
-    copies = copies_of(varlen_layout(lengths, prefixes), tokens)
+    layout = varlen_layout(lengths, prefixes)
+    _, num_keys, most = layout.sizes.tolist()
     rows = [torch.randn(tokens, 2, 3, dtype=dtype, requires_grad=True) for _ in range(2)]
     keys = [each[np.concatenate(whole_sequences(lengths, prefixes))] for each in rows]
-    for one, other in zip(expanded(*rows, copies), keys, strict=True):
+    for one, other in zip(expanded(*rows, layout.copies, num_keys, most), keys, strict=True):
         assert torch.equal(one, other)
     upstream = [torch.randn_like(each) for each in keys]
-    for one, other in zip(reduced(*upstream, copies), torch.autograd.grad(keys, rows, upstream), strict=True):
+    sums = reduced(*upstream, tokens, layout.copies, most)
+    for one, other in zip(sums, torch.autograd.grad(keys, rows, upstream), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 

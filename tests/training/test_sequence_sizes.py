@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_cases import random_batch
 
 from stretto.training.packing import micro_batch
-from stretto.training.sequence_sizes import KEYS_PER_TOKEN, LEAST_PREFIX, SequenceSizes, prompt_families
+from stretto.training.sequence_sizes import COPIES_PER_TOKEN, LEAST_PREFIX, SequenceSizes, prompt_families
 from stretto.types import Completion, Sample
 
 
@@ -62,12 +62,32 @@ def test_every_sample_is_packed_once_and_only_a_single_one_exceeds_the_budget(gr
 
 
 @given(BATCHES, st.integers(1, 400))
-def test_a_family_that_fits_stays_together(groups, budget):
+def test_a_prefix_is_repeated_only_for_as_many_tokens_of_samples(groups, budget):
     sizes = SequenceSizes.of(samples_of(groups), shares_prompts=True)
-    place = {index: number for number, chosen in enumerate(sizes.bins(budget)) for index in chosen}
+    bins = sizes.bins(budget)
     for members in sizes.families:
-        if sizes[members].total_load <= budget:
-            assert len({place[index] for index in members.tolist()}) == 1
+        parts = [sorted(set(chosen) & set(members.tolist())) for chosen in bins]
+        parts = [part for part in parts if part]
+        if sizes[members].total_load <= budget and len(parts) > 1:
+            prefix = int(sizes.prefix[members[0]])
+            assert sum(sizes.own[part].sum() < prefix for part in parts) <= 1, "what is left, in its own bin"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "members", "groups", "budget"),
+    [(100, 300, 16, 40, 8_192), (100, 600, 8, 64, 8_192), (100, 300, 8, 64, 32_768), (1_000, 300, 16, 40, 8_192)],
+)
+def test_sharing_needs_no_more_micro_batches_than_repeating(prompt, answer, members, groups, budget):
+    draw = np.random.default_rng(0)
+    lengths = draw.normal(answer, answer / 3, (groups, members)).clip(1).astype(int)
+    samples = [
+        sample(0, (group, *range(prompt - 1)), int(length)) for group, own in enumerate(lengths) for length in own
+    ]
+    shared, repeated = (SequenceSizes.of(samples, shares_prompts=shares) for shares in (True, False))
+    bins = shared.bins(budget)
+    assert len(bins) < len(repeated.bins(budget))
+    computed = sum(shared[chosen].total for chosen in bins)
+    assert computed < 1.1 * shared.total, "few prefixes are computed twice"
 
 
 @given(BATCHES)
@@ -114,7 +134,7 @@ def test_a_long_prompt_with_many_samples_has_a_bounded_number_of_keys(prompt, co
     for chosen in bins:
         micro = micro_batch(samples, chosen, zeros, zeros, flash=True, shares_prompts=True)
         assert len(micro.input_ids) <= budget
-        assert micro.layout.varlen.ends[1, -1] <= KEYS_PER_TOKEN * budget
+        assert micro.layout.varlen.ends[1, -1] <= COPIES_PER_TOKEN * budget
     repeated = SequenceSizes.of(samples, shares_prompts=False).bins(budget)
     assert len(bins) < len(repeated)
 
@@ -128,8 +148,8 @@ def test_prompts_are_shared_in_layouts_for_flash_attention_alone():
 def test_micro_batches_of_half_the_size_count_a_shared_prompt_once():
     samples = [sample(number, tuple(range(1000)), 400) for number in range(16)]
     shared = SequenceSizes.of(samples, shares_prompts=True)
-    assert shared.total == shared.total_load == 999 + 6400
-    assert shared.smaller(1 << 15) == 7399 // 2
+    assert (shared.total, shared.total_load) == (999 + 6400, 999 + 16 * (400 + 88))
+    assert shared.smaller(1 << 15) == 8807 // 2
     assert SequenceSizes.of(samples, shares_prompts=False).smaller(1 << 15) == 16 * 1399 // 2
     alone = SequenceSizes.of(samples[:1], shares_prompts=True)
     assert alone.smaller(1 << 15) is None

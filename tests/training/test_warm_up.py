@@ -27,10 +27,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_it_leaves_the_trainer_and_random_numbers_as_they_were(
     kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LENGTH", 16)
+    monkeypatch.setattr(module, "LENGTH", 48)
     warm, cold = (trainer_of(kind, checkpointing=checkpointing) for _ in range(2))
     before, numbers = warm.state(), torch.get_rng_state()
-    assert warm_up(warm, 64) == 64
+    assert warm_up(warm, 192) == 192
     assert same(warm.state(), before)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert all(parameter.grad is None for parameter in warm.model.parameters())
@@ -42,15 +42,15 @@ def test_it_leaves_the_trainer_and_random_numbers_as_they_were(
 
 
 def test_updates_do_not_compile_what_it_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LENGTH", 16)
+    monkeypatch.setattr(module, "LENGTH", 48)
     trainer, backend = trainer_of("lora"), CompileCounter()
     trainer.packed.prepare(compiled=True, checkpointing=False, plain=True, backend=backend)  # type: ignore[arg-type]
     assert compiles(trainer)
-    warm_up(trainer, 64)
+    warm_up(trainer, 192)
     made = backend.frame_count
     assert made > 0
     for update in range(3):
-        trainer.update(random_batch(update, seed=update))
+        trainer.update(random_batch(update, seed=update, prompt_tokens=(1, 7) if update == 1 else (20, 40)))
     assert backend.frame_count == made
 
 

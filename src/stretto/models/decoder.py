@@ -2,7 +2,7 @@
 
 A layer of transformers is dozens of small kernels that are bound by memory (norms, rotary embedding, SwiGLU, residuals)
 between the products. Compiled, the operations between two products are one kernel. The function takes the weights as
-arguments, so all layers share one compiled graph. The numbers of tokens and of sequences are dynamic, so no batch
+arguments, so all layers share one compiled graph. The numbers of tokens, sequences and copies are dynamic, so no batch
 compiles again. Layer 0 of a model whose embedding is frozen gets a graph of its own, because its input needs no
 gradient.
 

@@ -8,8 +8,9 @@ layers also use.
 Sequences may continue a prefix that others continue too (`varlen_layout.py`). Keys and values are expanded inside the
 operator, again in the backward pass, so no copy of a prefix is kept.
 
-The longest length is a tensor on the host. As a number it would be a constant of a compiled graph, and each new one
-would compile again. It is an upper bound: blocks of queries beyond a sequence's end return at once.
+The longest length, the number of keys and that of copies are a tensor on the host. As numbers they would be constants
+of a compiled graph, and each new one would compile again. The longest length is an upper bound: blocks of queries
+beyond a sequence's end return at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch import library
 
 from stretto.models.float32_products import HALF, wide_type
 from stretto.models.varlen_copies import expanded, reduced
-from stretto.models.varlen_layout import Copies
 
 MAX_HEAD_SIZE = 256
 
@@ -55,7 +55,7 @@ def causal_varlen(
     """
     limit, num_keys, most = sizes.tolist()
     if num_keys:
-        key, value = expanded(key, value, Copies.of(copies, len(query), num_keys, most))
+        key, value = expanded(key, value, copies, num_keys, most)
     if not query.is_cuda:
         return _reference(query, key, value, ends, scale)
     out, normalizers, *_ = torch.ops.aten._flash_attention_forward(
@@ -98,9 +98,8 @@ def causal_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value."""
     limit, num_keys, most = sizes.tolist()
-    parts = Copies.of(copies, len(query), num_keys, most) if num_keys else None
-    if parts is not None:
-        key, value = expanded(key, value, parts)
+    if num_keys:
+        key, value = expanded(key, value, copies, num_keys, most)
     if query.is_cuda:
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
         grads = torch.ops.aten._flash_attention_backward(
@@ -111,8 +110,8 @@ def causal_varlen_backward(
         grads = _reference_backward(grad, query, key, value, ends, scale)
     # The fake is contiguous, and an operator must not return the same memory twice.
     query_grad, key_grad, value_grad = (each.contiguous() for each in grads)
-    if parts is not None:
-        key_grad, value_grad = reduced(key_grad, value_grad, parts)
+    if num_keys:
+        key_grad, value_grad = reduced(key_grad, value_grad, len(query), copies, most)
     return query_grad, key_grad, value_grad
 
 

@@ -22,39 +22,45 @@ WARPS = 4
 
 @kernel("keys")
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    key, value, sources, key_out, value_out, keys, key_stride, value_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    key, value, copies, key_out, value_out, keys, key_stride, value_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (place < keys)[:, None] & (column < WIDTH)
-    source = tl.load(sources + place, mask=place < keys, other=0)[:, None]
+    source = tl.load(copies + place, mask=place < keys, other=0)[:, None]
     to = place.to(tl.int64)[:, None] * WIDTH + column
     tl.store(key_out + to, tl.load(key + source * key_stride + column, mask=inside), mask=inside)
     tl.store(value_out + to, tl.load(value + source * value_stride + column, mask=inside), mask=inside)
 
 
-@kernel("tokens", "most")
+@kernel("keys", "tokens", "most")
 def _reduce_kernel(  # type: ignore[no-untyped-def]
-    key_grad, value_grad, places, rows, table, key_out, value_out, tokens, most, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    key_grad, value_grad, copies, key_out, value_out, keys, tokens, most, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (token < tokens)[:, None] & (column < WIDTH)
+    places = copies + keys
+    rows = places + tokens
+    table = rows + tokens
+    place = tl.load(places + token, mask=token < tokens, other=0)
     row = tl.load(rows + token, mask=token < tokens, other=-1)
-    at = tl.load(places + token, mask=token < tokens, other=0)[:, None] * WIDTH + column
-    keys = tl.load(key_grad + at, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(value_grad + at, mask=inside, other=0.0).to(tl.float32)
+    at = place[:, None] * WIDTH + column
+    key_sum = tl.load(key_grad + at, mask=inside, other=0.0).to(tl.float32)
+    value_sum = tl.load(value_grad + at, mask=inside, other=0.0).to(tl.float32)
     if tl.max(row, 0) >= 0:
-        for copy in range(most):
-            other = tl.load(table + row * most + copy, mask=row >= 0, other=-1)[:, None]
-            exists = inside & (other >= 0)
-            keys += tl.load(key_grad + other * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-            values += tl.load(value_grad + other * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+        offset = place - tl.load(table + row * most, mask=row >= 0, other=0)  # of the token in its prefix
+        for copy in range(1, most):
+            first = tl.load(table + row * most + copy, mask=row >= 0, other=-1)
+            exists = inside & (first >= 0)[:, None]
+            at = (first + offset)[:, None] * WIDTH + column
+            key_sum += tl.load(key_grad + at, mask=exists, other=0.0).to(tl.float32)
+            value_sum += tl.load(value_grad + at, mask=exists, other=0.0).to(tl.float32)
     to = token.to(tl.int64)[:, None] * WIDTH + column
-    tl.store(key_out + to, keys.to(key_out.dtype.element_ty), mask=inside)
-    tl.store(value_out + to, values.to(value_out.dtype.element_ty), mask=inside)
+    tl.store(key_out + to, key_sum.to(key_out.dtype.element_ty), mask=inside)
+    tl.store(value_out + to, value_sum.to(value_out.dtype.element_ty), mask=inside)
 
 
 def _tiles(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
@@ -70,47 +76,53 @@ def _in_rows(states: Tensor) -> Tensor:
     return states if states.stride()[1:] == (size, 1) or heads == 1 == states.stride(2) else states.contiguous()
 
 
-def expand_by_kernel(key: Tensor, value: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+def expand_by_kernel(key: Tensor, value: Tensor, copies: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Does the same as `expanded`, in one kernel."""
     key, value = _in_rows(key), _in_rows(value)
-    num_keys, shape = len(copies.sources), key.shape[1:]
+    shape = key.shape[1:]
     made = tuple(torch.empty((num_keys, *shape), dtype=each.dtype, device=each.device) for each in (key, value))
     grid, constants = _tiles(num_keys, shape.numel())
-    _expand_kernel[grid](
-        key, value, copies.sources, made[0], made[1], num_keys, key.stride(0), value.stride(0), **constants
-    )
+    _expand_kernel[grid](key, value, copies, made[0], made[1], num_keys, key.stride(0), value.stride(0), **constants)
     return made[0], made[1]
 
 
-def reduce_by_kernel(key_grad: Tensor, value_grad: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+def reduce_by_kernel(
+    key_grad: Tensor, value_grad: Tensor, tokens: int, copies: Tensor, most: int
+) -> tuple[Tensor, Tensor]:
     """Does the same as `reduced`, in one kernel. The gradients are contiguous."""
-    tokens, shape = len(copies.places), key_grad.shape[1:]
+    num_keys, *shape = key_grad.shape
     made = tuple(torch.empty((tokens, *shape), dtype=each.dtype, device=each.device) for each in (key_grad, value_grad))
-    grid, constants = _tiles(tokens, shape.numel())
-    _reduce_kernel[grid](
-        key_grad, value_grad, copies.places, copies.rows, copies.table, made[0], made[1], tokens,
-        copies.table.shape[1], **constants,
-    )  # fmt: skip
+    grid, constants = _tiles(tokens, key_grad[0].numel())
+    _reduce_kernel[grid](key_grad, value_grad, copies, made[0], made[1], num_keys, tokens, most, **constants)
     return made[0], made[1]
 
 
-def expanded(key: Tensor, value: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values [T, heads, size] of packed tokens as those [K, heads, size] that sequences see."""
+def expanded(key: Tensor, value: Tensor, copies: Tensor, num_keys: int, most: int) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values [T, heads, size] of packed tokens as those [K, heads, size] that sequences see.
+
+    `copies`, `num_keys` and `most` are those of the layout.
+    """
     if key.is_cuda:
-        return expand_by_kernel(key, value, copies)
-    return key.index_select(0, copies.sources), value.index_select(0, copies.sources)
+        return expand_by_kernel(key, value, copies, num_keys)
+    sources = Copies.of(copies, len(key), num_keys, most).sources
+    return key.index_select(0, sources), value.index_select(0, sources)
 
 
-def reduced(key_grad: Tensor, value_grad: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+def reduced(key_grad: Tensor, value_grad: Tensor, tokens: int, copies: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Returns the gradients [T, heads, size] of packed tokens: the sums over the copies [K, heads, size] of each."""
     if key_grad.is_cuda:
-        return reduce_by_kernel(key_grad, value_grad, copies)
-    return _reduced(key_grad, copies), _reduced(value_grad, copies)
+        return reduce_by_kernel(key_grad, value_grad, tokens, copies, most)
+    parts = Copies.of(copies, tokens, len(key_grad), most)
+    return _reduced(key_grad, parts), _reduced(value_grad, parts)
 
 
 def _reduced(grads: Tensor, copies: Copies) -> Tensor:
     result, shared = grads.index_select(0, copies.places), copies.rows >= 0
-    others = grads[copies.table.clamp(min=0)].to(wide_type(grads.dtype))
-    others.masked_fill_((copies.table == NO_COPY)[..., None, None], 0.0)
-    result[shared] = (result[shared] + others.sum(1)[copies.rows[shared]]).to(grads.dtype)
+    rows = copies.table[copies.rows[shared]]  # [tokens of all prefixes, most]
+    offsets = copies.places[shared] - rows[:, 0]
+    total = torch.zeros((len(rows), *grads.shape[1:]), dtype=wide_type(grads.dtype))
+    for first in rows.unbind(1):
+        exists = first != NO_COPY
+        total[exists] += grads[(first + offsets)[exists]]
+    result[shared] = total.to(grads.dtype)
     return result

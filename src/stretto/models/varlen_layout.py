@@ -32,7 +32,7 @@ class VarlenLayout(NamedTuple):
     ends: Tensor  # [2, sequences + 1] int32: 0, then the end of each sequence among the tokens, and among the keys
     copies: Tensor  # int64: the parts of `Copies`, one after the other; two zeros if no prefix is shared
     sizes: Tensor  # [3] int64 on the host: a bound of the lengths, from a small set; K, 0 if no prefix is shared; the
-    # most sequences that continue one prefix
+    # most copies of one prefix
 
     def to(self, device: torch.device | str) -> VarlenLayout:
         """Returns the same layout, for tensors on `device`."""
@@ -66,15 +66,13 @@ def varlen_layout(lengths: NDArray[np.int64], prefixes: NDArray[np.int64] | None
     sources = np.where(in_prefix, starts[prefixes][owner], (starts - before)[owner]) + within
     places = np.repeat(key_starts + before, lengths) + ragged_arange(lengths)
     shared = np.unique(prefixes[prefixes >= 0])
-    most = int(np.bincount(prefixes[prefixes >= 0]).max())
-    first = np.full((len(shared), most), NO_COPY, dtype=np.int64)  # the first key of each copy of a prefix
-    for row, prefix in enumerate(shared.tolist()):
-        copies = key_starts[prefixes == prefix]
-        first[row, : len(copies)] = copies
-    first = np.repeat(first, lengths[shared], axis=0)
-    table = np.where(first == NO_COPY, NO_COPY, first + ragged_arange(lengths[shared])[:, None])
+    most = 1 + int(np.bincount(prefixes[prefixes >= 0]).max())
+    table = np.full((len(shared), most), NO_COPY, dtype=np.int64)
     rows = np.full(len(places), NO_COPY, dtype=np.int64)
-    rows[np.repeat(starts[shared], lengths[shared]) + ragged_arange(lengths[shared])] = np.arange(len(table))
+    for row, prefix in enumerate(shared.tolist()):
+        copies = [key_starts[prefix], *key_starts[prefixes == prefix]]
+        table[row, : len(copies)] = copies
+        rows[starts[prefix] : starts[prefix] + lengths[prefix]] = row
     joined = np.concatenate([sources, places, rows, table.reshape(-1)])
     return VarlenLayout(torch.from_numpy(ends), torch.from_numpy(joined), torch.tensor([limit, len(sources), most]))
 
@@ -85,12 +83,13 @@ class Copies(NamedTuple):
     sources: Tensor  # [K]: the token that each key is a copy of
     places: Tensor  # [T]: the key of each token in its own sequence
     rows: Tensor  # [T]: the row of `table` of each token; `NO_COPY`: it is in no prefix
-    table: Tensor  # [tokens of all prefixes, most]: the keys in the sequences that continue the prefix, and `NO_COPY`
+    table: (
+        Tensor  # [prefixes, most]: the first key of each copy of a prefix, its own one first; `NO_COPY` fills rows up
+    )
 
     @classmethod
     def of(cls, copies: Tensor, tokens: int, num_keys: int, most: int) -> Copies:
         """Divides the indices of a layout."""
-        sources, places, rows, table = copies.split_with_sizes(
-            [num_keys, tokens, tokens, len(copies) - num_keys - 2 * tokens]
-        )
+        rest = len(copies) - num_keys - 2 * tokens
+        sources, places, rows, table = copies.split_with_sizes([num_keys, tokens, tokens, rest])
         return cls(sources, places, rows, table.view(-1, most))

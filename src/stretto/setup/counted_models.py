@@ -19,8 +19,8 @@ from stretto.setup.teacher_memory import TeacherSize, teacher_sizes
 class CountedModels:
     """The policy of a recipe with its adapters, and the models beside it.
 
-    It holds for every recipe with the same `model` and `algorithm` on the same kind of device, whatever the engine, the
-    instances, the lengths and the options of training are.
+    It holds for every recipe with the same `model`, `algorithm`, `task` and `runtime.type` on the same kind of device,
+    whatever the engine, the instances, the lengths and the options of training are.
     """
 
     policy: ParameterCounts

@@ -67,9 +67,9 @@ def footprint(
     """Plans the memory of a run on `device`.
 
     `counted` are its models; None: they are counted here. `free` are the bytes to plan with on CUDA; None asks the
-    device. Without `trains` the plan is for an instance alone:
-    trainer and weight store are in other processes. Without `here` it is for a device of another machine. Raises
-    `RecipeError` with all sizes and the options to change if too little is left for the KV cache on CUDA.
+    device. Without `trains` the plan is for an instance alone: trainer and weight store are in other processes. Without
+    `here` it is for a device of another machine. Raises `RecipeError` with all sizes and the options to change if too
+    little is left for the KV cache on CUDA.
     """
     on_cuda, instances = device.type == "cuda", instances_per_device(recipe)
     asked = total = free

@@ -35,10 +35,10 @@ def describe_memory(
     """Returns the plan of the run and its memory. `longest_prompt` None: prompts are as long as completions.
 
     `config` is that of the model; None: it is loaded. `counted` are the models of the recipe; None: they are counted
-    here. `planned` are devices that are not here; None: those of this
-    machine. `asked` is the recipe with each `auto` as the user wrote it, to plan a cluster instead; None: `recipe` has
-    it so. Raises `RecipeError` if the run does not fit on GPUs. On the CPU that is a warning in the text: the system
-    may give a run more memory than is free, and the estimate is rough.
+    here. `planned` are devices that are not here; None: those of this machine. `asked` is the recipe with each `auto`
+    as the user wrote it, to plan a cluster instead; None: `recipe` has it so. Raises `RecipeError` if the run does not
+    fit on GPUs. On the CPU that is a warning in the text: the system may give a run more memory than is free, and the
+    estimate is rough.
     """
     plan, device = recipe.plan, choose_device(recipe.runtime.device) if planned is None else CUDA
     if config is None:

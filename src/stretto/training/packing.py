@@ -34,7 +34,7 @@ class MicroBatch:
     samples: tuple[int, ...]  # indices into the batch, in their order here
     num_targets: tuple[int, ...]  # sampled tokens of each sample; their sum is `C`
     input_ids: torch.Tensor  # [T] int64
-    position_ids: torch.Tensor  # [T] int64, from 0 in every sequence
+    position_ids: torch.Tensor  # [T] int64, from 0 in every sample
     layout: PackedLayout  # positions of the sequences, for attention
     predicts: torch.Tensor  # [C] int64: the inputs whose hidden state predicts a completion token
     targets: torch.Tensor  # [C] int64: the completion tokens
@@ -98,11 +98,11 @@ def micro_batch(
         lengths, prefixes = np.append(lengths, filling), np.append(prefixes, -1)
     layout = layout_of(lengths, flash=flash, prefixes=prefixes if (prefixes >= 0).any() else None)
     varlen = layout.varlen
-    indices = [
-        inputs, positions, pieces.first_predicting[owner] + within, targets, owner, layout.gather, layout.scatter,
-        varlen.ends.view(-1), varlen.copies,
+    indices = [  # copies first: there they are aligned, which kernels and graphs are compiled for
+        varlen.copies, inputs, positions, pieces.first_predicting[owner] + within, targets, owner, layout.gather,
+        layout.scatter, varlen.ends.view(-1),
     ]  # fmt: skip
-    input_ids, position_ids, predicts, on_targets, sequences, gather, scatter, ends, copies = _transfer(
+    copies, input_ids, position_ids, predicts, on_targets, sequences, gather, scatter, ends = _transfer(
         indices, torch.int64, device
     )
     experts = None if routing is None else _routing(own, sources, filling, routing).to(device)

@@ -5,9 +5,9 @@ All tokens of a prompt but the last are its *prefix*, which a micro-batch comput
 group of eight answers to a prompt of 100 tokens takes 99 tokens less seven times. Samples share by the tokens of their
 prompts: it does not matter which group they are of.
 
-Attention copies the keys of a prefix for each sample, one layer at a time. A key takes little memory beside a token, of
-which every layer keeps its states; but a long prompt with many samples would have keys without end. So a micro-batch
-has at most `KEYS_PER_TOKEN` times as many keys as its budget has tokens.
+Attention copies the keys of a prefix for each sample. A copy takes 16 to 32 KB for models of 1.7B to 8B, in one layer
+at a time; a token takes 0.4 MB and more, since every layer keeps something of it. So a copy counts as a sixteenth of a
+token: the budget of a micro-batch also bounds the copies of a long prompt that many samples have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.training.options import LEAST_MICRO_TOKENS
 from stretto.types import Sample
 
 LEAST_PREFIX = 16  # tokens; a shorter one is not worth a sequence of its own
-KEYS_PER_TOKEN = 4
+COPIES_PER_TOKEN = 16
 
 
 def input_lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
@@ -37,21 +37,34 @@ def prompt_families(samples: Sequence[Sample]) -> NDArray[np.int64]:
     that record the experts of their tokens have to agree on those of the prefix too.
     """
     keys = dict[int, bytes]()  # by the identity of the prompt, which the samples of a group have in common
-    members = dict[tuple[bytes, bytes], list[int]]()
+    members = dict[bytes, list[list[int]]]()  # by prompt: samples that agree on their experts
     for index, sample in enumerate(samples):
-        prefix = len(sample.prompt) - 1
-        if prefix < LEAST_PREFIX or not len(sample.completion.tokens):
+        if len(sample.prompt) <= LEAST_PREFIX or not len(sample.completion.tokens):
             continue
         key = keys.get(id(sample.prompt))
         if key is None:
             key = keys[id(sample.prompt)] = np.asarray(sample.prompt, dtype=np.int64).tobytes()
-        record = sample.completion.routing
-        experts = b"" if record is None else record[:prefix].tobytes()
-        members.setdefault((key, experts), []).append(index)
+        found = members.setdefault(key, [])
+        for indices in found:
+            if _same_experts(sample, samples[indices[0]]):
+                indices.append(index)
+                break
+        else:
+            found.append([index])
     families = np.full(len(samples), -1, dtype=np.int64)
-    for family, indices in enumerate(each for each in members.values() if len(each) > 1):
+    shared = (indices for found in members.values() for indices in found if len(indices) > 1)
+    for family, indices in enumerate(shared):
         families[indices] = family
     return families
+
+
+def _same_experts(one: Sample, other: Sample) -> bool:
+    """True if two samples with one prompt record the same experts for its prefix, or none."""
+    records = [sample.completion.routing for sample in (one, other)]
+    if records[0] is None or records[1] is None:
+        return records[0] is records[1]
+    prefix = len(one.prompt) - 1
+    return np.array_equal(records[0][:prefix], records[1][:prefix])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +100,8 @@ class SequenceSizes:
 
     @property
     def load(self) -> NDArray[np.int64]:
-        """The tokens of each sample beside its prefix, or more if its keys are too many for them [n]."""
-        return np.where(self.prefix == 0, self.own, np.maximum(self.own, -(-self.alone // KEYS_PER_TOKEN)))
+        """The tokens that each sample counts as in a micro-batch, beside its prefix [n]: its own, and its copies."""
+        return self.own + np.where(self.prefix == 0, 0, -(-self.alone // COPIES_PER_TOKEN))
 
     @property
     def total_load(self) -> int:
@@ -116,23 +129,35 @@ class SequenceSizes:
     def bins(self, budget: int) -> list[list[int]]:
         """Puts the samples into micro-batches whose loads are at most `budget`; returns the indices of each.
 
-        Every index appears once. A family stays together, unless it exceeds the budget by itself: then its parts repeat
-        the prefix. A sample that exceeds it is alone. The result depends on the sizes alone.
+        Every index appears once. Families with the largest loads come first. A part of a family goes to the first bin
+        with room for it, if its own tokens are as many as those of the prefix that is repeated there; what is left goes
+        to new bins. A sample that exceeds the budget is alone. The result depends on the sizes alone.
         """
         if not self.prefix.any():
             return first_fit_decreasing(self.own, budget)
-        parts: list[list[int]] = []
-        for members in self.families:
-            prefix = int(self.prefix[members[0]])
-            divided = first_fit_decreasing(self.load[members], max(0, budget - prefix))
-            parts += [members[chosen].tolist() for chosen in divided]
-        # In the order of the batch, so that equal sizes are packed in that order.
-        parts.sort(key=lambda part: part[0])
-        found = first_fit_decreasing([self[part].total_load for part in parts], budget)
-        return [[index for place in each for index in parts[place]] for each in found]
+        load, bins, room = self.load, list[list[int]](), list[int]()
+        families = self.families
+        loads = [int(load[members].sum() + self.prefix[members[0]]) for members in families]
+        for place in np.argsort(-np.array(loads), kind="stable").tolist():
+            members, prefix = families[place], int(self.prefix[families[place][0]])
+            left = members[np.argsort(-load[members], kind="stable")].tolist()
+            for number, free in enumerate(room):
+                taken = _fitting(left, load, free - prefix)
+                if taken and (len(taken) == len(left) or int(self.own[taken].sum()) >= prefix):
+                    bins[number] += taken
+                    room[number] -= prefix + int(load[taken].sum())
+                    left = [index for index in left if index not in taken]
+                if not left:
+                    break
+            while left:
+                taken = _fitting(left, load, budget - prefix) or left[:1]
+                bins.append(taken)
+                room.append(max(0, budget - prefix - int(load[taken].sum())))
+                left = [index for index in left if index not in taken]
+        return bins
 
     def smaller(self, budget: int) -> int | None:
-        """Returns half of `budget`, or the tokens of the longest sample, which is never cut.
+        """Returns half of `budget` or of the load of all samples, or the longest sample, which is never cut.
 
         At least `LEAST_MICRO_TOKENS`. None if no micro-batch would become smaller.
         """
@@ -142,6 +167,16 @@ class SequenceSizes:
     def _largest(self, budget: int) -> int:
         """The load of the largest micro-batch."""
         return max(self[chosen].total_load for chosen in self.bins(budget))
+
+
+def _fitting(indices: Sequence[int], load: NDArray[np.int64], room: int) -> list[int]:
+    """Returns those of the samples, in their order, that fit into `room` tokens together."""
+    taken = []
+    for index in indices:
+        if load[index] <= room:
+            taken.append(index)
+            room -= int(load[index])
+    return taken
 
 
 def first_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[list[int]]:

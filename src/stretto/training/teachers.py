@@ -73,6 +73,11 @@ class Teacher:
         self._scale = LogitScale(temperature, self._packed.softcap, self._packed.multiplier)
 
     @property
+    def shares_prompts(self) -> bool:
+        """True if its passes compute a prompt once for all samples that have it."""
+        return self._packed.shares_prompts
+
+    @property
     def _keeps_head(self) -> bool:
         """True if the policy's passes need the head of the teacher."""
         return self.options.form == "full" and self.options.top_k is None

@@ -236,8 +236,17 @@ class LocalTrainer:
     def micro_tokens(self) -> int:
         return self.options.micro_batch_tokens
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True if the policy, the reference and all teachers compute a prompt once for all samples that have it.
+
+        They get the same micro-batches, which must be small enough for one that does not.
+        """
+        others = [] if self.reference is None else [self.reference.packed.shares_prompts]
+        return all([self.packed.shares_prompts, *others, *(each.shares_prompts for each in self.teachers.members)])
+
     def smaller_micro_batches(self, batch: Batch) -> int | None:
-        sizes = SequenceSizes.of(batch.samples, shares_prompts=self.packed.shares_prompts)
+        sizes = SequenceSizes.of(batch.samples, shares_prompts=self.shares_prompts)
         return sizes.smaller(batch.micro_tokens or self.micro_tokens)
 
     def update(self, batch: Batch) -> UpdateReport:
@@ -295,7 +304,7 @@ class LocalTrainer:
         return split_batch(
             batch.samples, self.algorithm, num_steps=self.options.optimizer_steps,
             micro_tokens=batch.micro_tokens or self.micro_tokens, rank=self.ranks.rank, num_ranks=self.ranks.count,
-            shares_prompts=self.packed.shares_prompts, skipped=skipped,
+            shares_prompts=self.shares_prompts, skipped=skipped,
         )  # fmt: skip
 
     def _run_steps(

@@ -64,6 +64,8 @@ def version_passes(
     shares_prompts: bool = False,
 ) -> list[VersionPasses]:
     """Plans the passes that score the `chosen` samples, oldest version first. `shares` are the samples of each rank."""
+    if not chosen:
+        return []
     sizes, wanted = SequenceSizes.of(batch.samples, shares_prompts=shares_prompts), dict[int, set[int]]()
     for index in chosen:
         for version in older_versions([batch.samples[index]], batch.update):

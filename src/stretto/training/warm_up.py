@@ -17,7 +17,7 @@ from stretto.types import Completion, Sample
 
 log = logging.getLogger(__name__)
 
-LENGTH = 512  # tokens of a sequence
+LENGTH, PROMPT = 512, 32  # tokens of a sequence, and of its prompt
 # Kernels are compiled for sizes like those of the first pass, so it must not be a small one. Above this, they do not
 # change any more.
 MOST_TOKENS = 16_384
@@ -55,13 +55,15 @@ def warm_up(trainer: LocalTrainer, tokens: int) -> int:
 def _run_pass(trainer: LocalTrainer, count: int) -> None:
     packed = trainer.packed
     tokens = (np.arange(LENGTH) * 7 % packed.head.out_features).astype(np.int32)
-    zeros = np.zeros(LENGTH - 1, dtype=np.float32)
-    made = Completion(0, trainer.version, tokens[1:], zeros, "length", "")
-    samples = [Sample(i, 0, trainer.version, tokens[:1].tolist(), made, 0.0) for i in range(count)]
+    prompt = tokens[:PROMPT].tolist()  # of all sequences, so that kernels for shared prompts are loaded too
+    zeros = np.zeros(LENGTH - PROMPT, dtype=np.float32)
+    made = Completion(0, trainer.version, tokens[PROMPT:], zeros, "length", "")
+    samples = [Sample(i, 0, trainer.version, prompt, made, 0.0) for i in range(count)]
     nothing = np.zeros(count)
     micro = micro_batch(
-        samples, range(count), nothing, nothing, device=trainer.device, flash=packed.flash, multiple=packed.multiple
-    )
+        samples, range(count), nothing, nothing, device=trainer.device, flash=packed.flash, multiple=packed.multiple,
+        shares_prompts=packed.shares_prompts,
+    )  # fmt: skip
     logprobs, _ = packed.logprobs(micro, trainer.temperature, entropy_gradient=trainer.algorithm.entropy is not None)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
     if trainer.device.type == "cuda":
