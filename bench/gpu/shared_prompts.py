@@ -41,7 +41,7 @@ SHARED, REPEATED = "shared", "repeated"
 def batch_of(prompts: list[tuple[int, ...]], group: int, vocabulary: int, most: int) -> list[Sample]:
     """Answers of random tokens to each prompt; half of a group's are right."""
     draw = np.random.default_rng(0)
-    samples = []
+    samples: list[Sample] = []
     for place, prompt in enumerate(prompts):
         for member in range(group):
             length = int(np.clip(draw.normal(MEAN, SPREAD), 1, most))
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.problems, options.device = write_tiny_problems(Path(scratch) / "problems"), "cpu"
             options.groups, options.group, options.prompts, options.repeats = 2, 3, [0, 40], 1
         dtype = torch.bfloat16  # the type in which the trainer's own decoder runs, also on a CPU
-        model = load_model(options.model, dtype, torch.device(options.device))
+        model: Any = load_model(options.model, dtype, torch.device(options.device))
         tokenizer = load_tokenizer(options.model)
         vocabulary = model.get_input_embeddings().num_embeddings
         trainer = LocalTrainer(
