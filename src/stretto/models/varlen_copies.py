@@ -9,6 +9,8 @@ rounded once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -92,7 +94,7 @@ def reduce_by_kernel(
     """Does the same as `reduced`, in one kernel. The gradients are contiguous."""
     num_keys, *shape = key_grad.shape
     made = tuple(torch.empty((tokens, *shape), dtype=each.dtype, device=each.device) for each in (key_grad, value_grad))
-    grid, constants = _tiles(tokens, key_grad[0].numel())
+    grid, constants = _tiles(tokens, math.prod(shape))
     _reduce_kernel[grid](key_grad, value_grad, copies, made[0], made[1], num_keys, tokens, most, **constants)
     return made[0], made[1]
 
