@@ -83,9 +83,7 @@ class Copies(NamedTuple):
     sources: Tensor  # [K]: the token that each key is a copy of
     places: Tensor  # [T]: the key of each token in its own sequence
     rows: Tensor  # [T]: the row of `table` of each token; `NO_COPY`: it is in no prefix
-    table: (
-        Tensor  # [prefixes, most]: the first key of each copy of a prefix, its own one first; `NO_COPY` fills rows up
-    )
+    table: Tensor  # [prefixes, most]: the first key of each copy of a prefix, its own first; filled up by `NO_COPY`
 
     @classmethod
     def of(cls, copies: Tensor, tokens: int, num_keys: int, most: int) -> Copies:
