@@ -88,7 +88,7 @@ def test_trajectories_that_run_while_memory_is_given_back_are_all_trained_on(
 def test_a_run_whose_micro_batches_became_smaller_is_trained_again_with_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.local.trainer.LEAST_MICRO_TOKENS", 8)
+    monkeypatch.setattr("stretto.training.sequence_sizes.LEAST_MICRO_TOKENS", 8)
     run_out_of_memory(monkeypatch, update=1, times=1)
     run(recipe(model, tmp_path), tmp_path / "run")
     with JournalReader(tmp_path / "run" / "journal.sqlite") as reader:
