@@ -37,7 +37,7 @@ def test_kernels_do_what_the_reference_does(heads: int, size: int, dtype: torch.
     there = LAYOUT.to(device).copies
     states = [torch.randn(TOKENS, heads, size).to(dtype) for _ in range(2)]
     found = expand_by_kernel(*(each.to(device) for each in states), there, KEYS)
-    for one, other in zip(found, expanded(*states, LAYOUT.copies, KEYS, MOST), strict=True):
+    for one, other in zip(found, expanded(*states, LAYOUT.copies, KEYS), strict=True):
         assert torch.equal(one.cpu(), other)
     grads = [torch.randn(KEYS, heads, size).to(dtype) for _ in range(2)]
     sums = reduce_by_kernel(*(each.to(device) for each in grads), TOKENS, there, MOST)

@@ -74,7 +74,7 @@ def test_copies_are_rows_of_their_tokens_and_gradients_are_summed_over_them(made
     _, num_keys, most = layout.sizes.tolist()
     rows = [torch.randn(tokens, 2, 3, dtype=dtype, requires_grad=True) for _ in range(2)]
     keys = [each[np.concatenate(whole_sequences(lengths, prefixes))] for each in rows]
-    for one, other in zip(expanded(*rows, layout.copies, num_keys, most), keys, strict=True):
+    for one, other in zip(expanded(*rows, layout.copies, num_keys), keys, strict=True):
         assert torch.equal(one, other)
     upstream = [torch.randn_like(each) for each in keys]
     sums = reduced(*upstream, tokens, layout.copies, most)

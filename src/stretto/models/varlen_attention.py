@@ -53,9 +53,9 @@ def causal_varlen(
 
     A token attends to the prefix of its sequence, to the tokens before it, and to itself.
     """
-    limit, num_keys, most = sizes.tolist()
+    limit, num_keys, _ = sizes.tolist()
     if num_keys:
-        key, value = expanded(key, value, copies, num_keys, most)
+        key, value = expanded(key, value, copies, num_keys)
     if not query.is_cuda:
         return _reference(query, key, value, ends, scale)
     out, normalizers, *_ = torch.ops.aten._flash_attention_forward(
@@ -99,7 +99,7 @@ def causal_varlen_backward(
     """Returns the gradients of query, key and value."""
     limit, num_keys, most = sizes.tolist()
     if num_keys:
-        key, value = expanded(key, value, copies, num_keys, most)
+        key, value = expanded(key, value, copies, num_keys)
     if query.is_cuda:
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
         grads = torch.ops.aten._flash_attention_backward(

@@ -99,14 +99,14 @@ def reduce_by_kernel(
     return made[0], made[1]
 
 
-def expanded(key: Tensor, value: Tensor, copies: Tensor, num_keys: int, most: int) -> tuple[Tensor, Tensor]:
+def expanded(key: Tensor, value: Tensor, copies: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Returns the keys and values [T, heads, size] of packed tokens as those [K, heads, size] that sequences see.
 
-    `copies`, `num_keys` and `most` are those of the layout.
+    `copies` and `num_keys` are those of the layout.
     """
     if key.is_cuda:
         return expand_by_kernel(key, value, copies, num_keys)
-    sources = Copies.of(copies, len(key), num_keys, most).sources
+    sources = copies[:num_keys]
     return key.index_select(0, sources), value.index_select(0, sources)
 
 
