@@ -62,7 +62,7 @@ def measure(kind: str, place: str, arguments: argparse.Namespace, batch: Batch) 
                 trainer.packed.logprobs(trainer._pack(stale, plan), trainer.temperature)[0].detach()
 
     def score() -> None:
-        trainer.scorer.score(stale, mini_batches)
+        trainer.preparation.scorer.score(stale, mini_batches)
 
     with torch.inference_mode(False):
         for _ in range(arguments.warmup):

@@ -12,6 +12,8 @@ from stretto.errors import RecipeError
 from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import load_recipe, parse_recipe
 from stretto.recipe.schema import Recipe
+from stretto.setup.chosen_sizes import with_chosen_sizes
+from stretto.setup.counted_models import count_models
 from stretto.setup.device import CUDA, device_limit, resolved
 from stretto.setup.memory import footprint
 from stretto.setup.memory_sizes import GIB, wanted_kv_tokens
@@ -107,8 +109,45 @@ def test_a_small_card_has_fewer_and_says_why() -> None:
     assert 512 <= plan.rows < 1_536
     assert plan.in_flight == max(96, plan.rows // 8)
     assert describe_rows(asked, made) == [
-        f"`rollout.rows = {plan.rows}`, `rollout.in_flight = {plan.in_flight}`: memory is too short for 1536 rows"
+        f"`rollout.rows = {plan.rows}`, `rollout.in_flight = {plan.in_flight}`: memory is too short for 1536 rows: "
+        "their KV would leave too little for micro-batches"
     ]
+
+
+@pytest.mark.parametrize(
+    ("gib", "rows", "groups", "micro_tokens"),
+    [
+        (16, 256, 48, 4_096),  # micro-batches are too small already
+        (20, 384, 48, 8_192),
+        (24, 512, 64, 8_192),
+        (36, 768, 96, 16_384),
+    ],
+)
+def test_a_second_batch_of_rows_needs_smaller_micro_batches_than_a_third(
+    gib: int, rows: int, groups: int, micro_tokens: int
+) -> None:
+    """The recipe `gsm8k-small`. One batch of rows on 24 GiB has micro-batches of 8,192 tokens, and so have two."""
+    asked, free = recipe(rollout={"prompts": 32}), device_limit(gib)
+    made = with_chosen_sizes(asked, QWEN_0_5B, PROMPT, CUDA, free=free)
+    assert (made.plan.rows, made.plan.in_flight) == (rows, groups)
+    assert made.training.micro_tokens == micro_tokens
+
+
+@pytest.mark.parametrize(
+    ("rollout", "gib", "said"),
+    [
+        ({"prompts": 32}, 24, "`training.micro_tokens` beside them would be below 16,384; set `rollout.rows` for more"),
+        ({"prompts": 32, "staleness": 1}, 16, "`training.micro_tokens` beside them would be below 8,192; set"),
+        ({}, 16, "their KV would leave too little for micro-batches"),
+        ({"group": 32, "kv_tokens": 5_000_000}, 139, "their buffers would take more than 5 % of it"),
+        ({"kv_tokens": 700_000}, 139, "tokens of KV, more than `rollout.kv_tokens = 700000`"),
+    ],
+)
+def test_fewer_rows_name_what_is_short(rollout: dict[str, Any], gib: int, said: str) -> None:
+    asked = recipe(rollout=rollout)
+    [line] = describe_rows(asked, chosen(asked, device_limit(gib) / GIB))
+    assert f"memory is too short for {asked.plan.rows} rows: " in line
+    assert said in line
 
 
 def test_with_one_batch_of_rows_a_run_is_as_on_a_cpu() -> None:
@@ -123,7 +162,10 @@ def test_groups_in_flight_of_the_recipe_stay_if_rows_are_fewer() -> None:
 
 @pytest.mark.parametrize("config", [QWEN_0_5B, QWEN_1_7B], ids=["0.5B", "1.7B"])
 def test_more_memory_never_makes_rows_fewer(config: Any) -> None:
-    rows = [chosen(recipe(), gib, config).plan.rows for gib in (8, 22, 24, 40, 64, 180)]
+    asked = recipe()
+    counted = count_models(asked, config, CUDA)
+    free = [gib * GIB for gib in (8, *range(16, 64, 2), 96, 128, 180)]
+    rows = [with_rows(asked, config, PROMPT, CUDA, counted=counted, free=each).plan.rows for each in free]
     assert rows == sorted(rows)
     assert rows[-1] == 1_536
 
@@ -156,7 +198,7 @@ def test_rows_beyond_one_batch_have_their_kv_and_do_not_make_micro_batches_small
     made = chosen(recipe(), free / GIB, config)
     micro, kv = planned(made)
     if made.plan.rows > 512:
-        assert micro >= 16_384
+        assert micro >= (16_384 if made.plan.rows > 1_024 else 8_192)
         assert kv >= wanted_kv_tokens(made, PROMPT + 512 + 32)
 
 
@@ -177,4 +219,4 @@ def test_check_prints_what_memory_allows(tmp_path: Path) -> None:
     large, small = (check(parse_recipe(raw), planned=PlannedDevices(1, gib)) for gib in (139.0, 24.0))
     assert "192 groups in flight, 1536 rows" in large.memory
     assert not any("rollout.rows" in note for note in large.notes)
-    assert any(note.endswith("memory is too short for 1536 rows") for note in small.notes)
+    assert any("memory is too short for 1536 rows: " in note for note in small.notes)

@@ -26,6 +26,7 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.schema import Recipe
 from stretto.recipe.task_tables import remove_key, without_none
 from stretto.setup.architecture_checks import check_architecture
+from stretto.setup.chosen_sizes import with_chosen_sizes
 from stretto.setup.cluster_devices import gpus_of, instance_gpus
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, choose_device, planned_bytes, resolved
@@ -40,9 +41,9 @@ from stretto.setup.inputs import (
 )
 from stretto.setup.memory_report import describe_memory
 from stretto.setup.memory_sizes import context_length
-from stretto.setup.micro_batch_size import describe_micro_tokens, with_micro_tokens
-from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
-from stretto.setup.rollout_rows import describe_rows, with_rows
+from stretto.setup.micro_batch_size import describe_micro_tokens
+from stretto.setup.prefill_chunk_size import describe_prefill_tokens
+from stretto.setup.rollout_rows import describe_rows
 from stretto.setup.scorers import scorers_of
 from stretto.setup.teachers import check_teachers
 from stretto.setup.threads import thread_counts
@@ -91,9 +92,7 @@ def check(recipe: Recipe, given: Given = NOTHING_GIVEN, planned: PlannedDevices 
     check_architecture(recipe, config, longest)
     asked, free = recipe, None if planned is None else planned_bytes(recipe, planned)
     assumed, counted = longest or recipe.rollout.max_tokens, count_models(recipe, config, device)
-    recipe = with_rows(recipe, config, assumed, device, counted=counted, free=free)
-    recipe = with_prefill_tokens(recipe, config, assumed, device, counted=counted, free=free)
-    recipe = with_micro_tokens(recipe, config, assumed, device, counted=counted, free=free)
+    recipe = with_chosen_sizes(recipe, config, assumed, device, counted=counted, free=free)
     memory = _memory(recipe, asked, longest, config, counted, planned)
     notes = (
         *shape.notes,

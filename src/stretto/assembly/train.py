@@ -20,10 +20,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,13 @@ from stretto.assembly.checkpoint_writer import (
 from stretto.assembly.data_record import data_record, recorded_limits, refuse_other_data
 from stretto.assembly.export import export_policy
 from stretto.assembly.resume import Resumed, take_up, tries_to_score
+from stretto.assembly.task_plays import make_evaluator, training_plays
 from stretto.core.controller import Controller
 from stretto.environments.custom import close_environment, start_environment
 from stretto.environments.given import NOTHING_GIVEN, Given, of_task
 from stretto.environments.mixed_prompts import MixedPrompts
 from stretto.environments.reward_output import RewardOutput
 from stretto.environments.source_digests import source_digests
-from stretto.environments.task_options import EnvironmentOptions
 from stretto.errors import StrettoError, first_line
 from stretto.local.backend import local_backend
 from stretto.local.components import LocalComponents
@@ -79,18 +78,16 @@ from stretto.run.phases import Phases
 from stretto.run.pool_requests import Control
 from stretto.run.protocols import Pool, TrainerBackend
 from stretto.run.recipe_changes import Change, accepted_changes
-from stretto.run.task_play import TaskPlay
 from stretto.setup.backend import Backend, MakeBackend
 from stretto.setup.base_models import model_path_of, starting_adapter
+from stretto.setup.chosen_sizes import with_chosen_sizes
 from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import as_begun, choose_device, resolved
 from stretto.setup.factories import DriverInputs, load_driver_inputs
 from stretto.setup.garbage import spare_from_collection
 from stretto.setup.inputs import passed_variables, read_tasks
 from stretto.setup.loaded_models import model_digests
-from stretto.setup.micro_batch_size import with_micro_tokens
-from stretto.setup.prefill_chunk_size import with_prefill_tokens
-from stretto.setup.rollout_rows import describe_rows, with_rows
+from stretto.setup.rollout_rows import describe_rows
 from stretto.setup.warm_starts import has_demonstrations
 from stretto.store.checkpoint_files import keep_newest_checkpoint
 from stretto.store.journal import Journal
@@ -99,7 +96,6 @@ from stretto.store.reader import JournalReader
 from stretto.store.schema import JOURNAL_NAME
 from stretto.store.traces import recorded_in, refuse_damaged
 from stretto.store.version_files import VersionFiles
-from stretto.types import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +173,9 @@ def train(
         config, longest = load_config(model_path), driver.inputs.longest_prompt
         local = recipe.runtime.type == "local"  # on a cluster, each part counts for its own device
         counted = count_models(recipe, config, device) if local else None
-        asked, recipe = recipe, with_rows(recipe, config, longest, device, counted=counted)
+        asked, recipe = recipe, with_chosen_sizes(recipe, config, longest, device, counted=counted)
         for line in describe_rows(asked, recipe):
             observer.message(line)
-        recipe = with_prefill_tokens(recipe, config, longest, device, counted=counted)
-        recipe = with_micro_tokens(recipe, config, longest, device, counted=counted)
         changes = accepted_changes(recipe, folder) if resume else []
         phases = _phases(recipe, folder, changes)
         make = _backend_maker(recipe, model_path, driver, folder, observer, phases, counted)
@@ -255,26 +249,6 @@ class _Run:
     @property
     def recipe(self) -> Recipe:
         return self.phases.current
-
-    def plays(self, sampling_of: Callable[[Recipe], Sampling]) -> dict[str | None, TaskPlay]:
-        """Returns how each task is played, by label, with the sampling that `sampling_of` has for its recipe."""
-        driver = self.backend.driver
-        plays = {}
-        for own in driver.inputs.tasks:
-            options, sampling = own.recipe.task, sampling_of(own.recipe)
-            played = options if isinstance(options, EnvironmentOptions) else None
-            plays[own.label] = TaskPlay(
-                self.backend.tasks[own.label].environment,
-                sampling,
-                max_turns=own.task.max_turns,
-                max_lineages=own.task.max_lineages,
-                max_context=driver.inputs.longest_prompt + sampling.max_tokens,
-                # A reward function has no deadline here: its pool has its own.
-                episode_s=None if own.task.environment is None else self.recipe.runtime.stall_seconds,
-                cut_s=None if played is None else played.episode_seconds,
-                budget=math.inf if played is None or played.budget is None else played.budget,
-            )
-        return plays
 
 
 async def _train(
@@ -393,7 +367,7 @@ async def _run(run: _Run) -> dict[str, Any]:
     scored = any(rollout.reward is not None for rollout in resumed.rollouts.values())
     advice = {task.label: how_to_try(task, task_name(recipe, task)) for task in recipe.tasks}
     first_reward = FirstReward(came=scored or tally.totals.steps > 0, advice=advice)
-    evaluator = _evaluator(run, first_reward)
+    evaluator = make_evaluator(recipe, run.backend, run.journal, first_reward)
     evaluate = partial(
         evaluate_alone,
         run.backend.pool,
@@ -510,7 +484,7 @@ def _make_loop(
         resumed.controller,
         engines=run.backend.pool,
         trainer=run.trainer,
-        tasks=run.plays(lambda part: _limited(driver.sampling, part.rollout.max_tokens, part)),
+        tasks=training_plays(run.recipe, run.backend),
         prompts=driver.inputs.prompts,
         decode=driver.decode,
         evaluator=evaluator,
@@ -577,32 +551,3 @@ def _summary(run: _Run, tally: Tally, controller: Controller, *, stopped: bool) 
         "kv_given_back": run.trainer.kv_given_back,
         "stopped": stopped,
     }
-
-
-def _limited(sampling: Sampling, max_tokens: int, part: Recipe) -> Sampling:
-    """Returns the sampling of one task, with its own limits."""
-    return replace(sampling, max_tokens=max_tokens, stop_strings=part.rollout.stop)
-
-
-def _evaluator(run: _Run, first_reward: FirstReward) -> Evaluator | None:
-    """Makes the evaluator, or returns None if no prompts are held out."""
-    driver, recipe, wanted = run.backend.driver, run.recipe, run.recipe.evaluation
-    if driver.inputs.held_out is None:
-        return None
-
-    def sampling_of(part: Recipe) -> Sampling:
-        temperature = recipe.rollout.temperature if wanted.temperature is None else wanted.temperature
-        own = _limited(driver.sampling, wanted.max_tokens or part.rollout.max_tokens, part)
-        return replace(own, temperature=temperature, supports=False, routing=False)  # evaluation is not trained on
-
-    return Evaluator(
-        driver.inputs.held_out,
-        min(wanted.prompts * len(recipe.tasks), driver.inputs.held_out.num_rows),
-        tasks=run.plays(sampling_of),
-        seed=recipe.seed,
-        journal=run.journal,
-        greedy=wanted.greedy,
-        vocabulary=driver.vocabulary,
-        first_reward=first_reward,
-        decode=driver.decode,
-    )

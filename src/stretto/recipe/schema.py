@@ -206,6 +206,7 @@ class RolloutSection(Options):
     )
 
     _rows_at_most: int | None = PrivateAttr(None)  # that memory has room for, found at every start
+    _rows_reason: str | None = PrivateAttr(None)  # why memory has no room for more
 
     @property
     def prefill_chunk_tokens(self) -> int:

@@ -6,7 +6,12 @@ in steps of half a batch and never below one batch, unless all of this holds:
 - the buffers of the rows beyond one batch take at most `SHARE` of the memory that is free at the start;
 - the KV that the rows should have takes at most the share that micro-batches leave to it. With less, rows would push
   each other out of the cache;
-- a micro-batch has `MICRO_TOKENS` at least, or the whole batch.
+- a micro-batch has `MICRO_TOKENS` at least, or the whole batch. For rows of up to two batches,
+  `MICRO_TOKENS_SECOND_BATCH` will do: the second batch of rows has most of what more rows gain
+  (`docs/performance.md`, SmolLM2-135M).
+
+These limits do not depend on the size that one batch of rows would leave to micro-batches, so that more memory never
+makes rows fewer.
 
 With fewer rows, fewer groups are in flight by default. Like the size of the KV cache, this is found at every start and
 is not recorded.
@@ -34,6 +39,7 @@ from stretto.setup.micro_batch_size import KV_SHARE, fitting_size
 
 SHARE = 0.05  # of the memory that is free at the start
 MICRO_TOKENS = 16_384  # of a micro-batch; larger ones gain little
+MICRO_TOKENS_SECOND_BATCH = 8_192  # of a micro-batch beside at most two batches of rows
 
 
 def with_rows(
@@ -63,25 +69,35 @@ def with_rows(
     def buffers(sized: Recipe) -> int:
         return instances * engine_bytes(sized, text, models.policy, dtype)
 
-    def micro_tokens(sized: Recipe) -> int:
-        if sized.training.micro_tokens != "auto":
-            return MICRO_TOKENS
-        return fitting_size(sized, config, models, longest_prompt, device, free)
+    def objection(sized: Recipe) -> str | None:
+        """Returns why there is no room for its rows; None if there is."""
+        need = without_kv(sized, config, models, longest_prompt, device, free)
+        wanted, given = instances * wanted_kv_tokens(sized, one), recipe.rollout.kv_tokens
+        if given is not None and wanted > given:
+            return f"they should have {wanted:,} tokens of KV, more than `rollout.kv_tokens = {given}`"
+        if given is None and wanted * per_token > KV_SHARE * (free - (need.without_kv - need.working)):
+            return "their KV would leave too little for micro-batches"
+        if recipe.training.micro_tokens == "auto":
+            tokens = MICRO_TOKENS if sized.plan.rows > 2 * batch else MICRO_TOKENS_SECOND_BATCH
+            tokens = min(tokens, batch_tokens(recipe, one))
+            if fitting_size(sized, config, models, longest_prompt, device, free) < tokens:
+                return (
+                    f"`training.micro_tokens` beside them would be below {tokens:,}; set `rollout.rows` for more rows "
+                    "and smaller micro-batches, or the reverse"
+                )
+        if buffers(sized) - buffers(least) > SHARE * free:
+            return f"their buffers would take more than {100 * SHARE:.0f} % of it"
+        return None
 
     least = with_rows_at_most(recipe, batch)
-    for rows in range(most, batch, -max(1, batch // 2)):
-        sized = with_rows_at_most(recipe, rows)
-        need = without_kv(sized, config, models, longest_prompt, device, free)
-        room = KV_SHARE * (free - (need.without_kv - need.working))
-        if recipe.rollout.kv_tokens is not None:
-            room = recipe.rollout.kv_tokens * per_token
-        if (
-            instances * wanted_kv_tokens(sized, one) * per_token <= room
-            and buffers(sized) - buffers(least) <= SHARE * free
-            and micro_tokens(sized) >= min(MICRO_TOKENS, batch_tokens(recipe, one))
-        ):
-            return recipe if rows == most else sized
-    return least
+    reason = objection(recipe)
+    if reason is None:
+        return recipe
+    step = max(1, batch // 2)
+    tried = (with_rows_at_most(recipe, rows) for rows in range(most - step, batch, -step))
+    sized = next((each for each in tried if objection(each) is None), least)
+    sized.rollout._rows_reason = reason
+    return sized
 
 
 def with_rows_at_most(recipe: Recipe, rows: int) -> Recipe:
@@ -97,4 +113,5 @@ def describe_rows(asked: Recipe, recipe: Recipe) -> list[str]:
     if before.rows == plan.rows:
         return []
     flight = "" if before.in_flight == plan.in_flight else f", `rollout.in_flight = {plan.in_flight}`"
-    return [f"`rollout.rows = {plan.rows}`{flight}: memory is too short for {before.rows} rows"]
+    reason = recipe.rollout._rows_reason
+    return [f"`rollout.rows = {plan.rows}`{flight}: memory is too short for {before.rows} rows: {reason}"]

@@ -51,6 +51,11 @@ class MiniBatch:
     imitation: NDArray[np.float64] | None  # [n], the weight of each token in `[algorithm.supervised]`
     shares: list[list[int]]  # the samples that each rank computes
 
+    @property
+    def num_empty_passes(self) -> int:
+        """Passes that this rank makes beyond its own micro-batches, if passes are collective."""
+        return self.max_micro_batches - len(self.micro_batches)
+
 
 def micro_batch_plans(mini_batches: Iterable[MiniBatch]) -> Iterator[MicroBatchPlan]:
     """Iterates over the micro-batches of an update."""

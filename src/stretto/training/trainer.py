@@ -3,8 +3,8 @@
 An update runs in this order:
 
 1. Split the batch into mini-batches, one an optimizer step, and those into micro-batches without padding.
-2. Compute what must be known before the first step: log-probabilities under the policy as it is, under a reference and
-   under the versions that sampled, and a critic's values.
+2. Compute what must be known before the first step (`update_preparation.py`): log-probabilities under the policy as it
+   is, under a reference and under the versions that sampled, and a critic's values.
 3. Compute advantages from the rewards of the whole batch.
 4. For each mini-batch: a forward and a backward pass for each micro-batch, then one optimizer step.
 
@@ -36,13 +36,7 @@ from stretto.objectives.base import ObjectiveOptions
 from stretto.objectives.grpo import GrpoOptions
 from stretto.objectives.length_options import OverlongOptions, overlong_refusal
 from stretto.training.advantages import Advantages
-from stretto.training.batch_advantages import (
-    batch_advantages,
-    refuse_large_rewards,
-    refuse_overflow,
-    shaped_rewards,
-    without_gradient,
-)
+from stretto.training.batch_advantages import refuse_overflow, shaped_rewards, without_gradient
 from stretto.training.critic import make_critic
 from stretto.training.failure_reasons import refuse_diverged, why_not_finite
 from stretto.training.flops import Costs, peak_flops, update_flops, utilization
@@ -51,13 +45,7 @@ from stretto.training.learning_rates import LearningRates
 from stretto.training.loss_averaging import with_divisor
 from stretto.training.loss_scaling import LossScale, initial_loss_scale
 from stretto.training.micro_batch_loss import masked, micro_batch_loss, objective_tokens
-from stretto.training.mini_batches import (
-    MicroBatchPlan,
-    MiniBatch,
-    computed_samples,
-    micro_batch_plans,
-    split_batch,
-)
+from stretto.training.mini_batches import MicroBatchPlan, MiniBatch, computed_samples, split_batch
 from stretto.training.optimizer import Optimizer
 from stretto.training.options import TrainingOptions
 from stretto.training.packing import MicroBatch, micro_batch
@@ -66,7 +54,6 @@ from stretto.training.policy_weights import PolicyWeights
 from stretto.training.probes import score_probe
 from stretto.training.protocol import Trainer
 from stretto.training.reference_policy import Reference, make_reference
-from stretto.training.regularizers import reward_penalties
 from stretto.training.reward_shaping import ShapedRewards
 from stretto.training.sequence_sizes import SequenceSizes, input_lengths
 from stretto.training.sharding import Sharding, wants_sharding
@@ -83,7 +70,7 @@ from stretto.training.update_metrics import (
     staleness_metrics,
     token_metrics,
 )
-from stretto.training.version_scoring import VersionScorer
+from stretto.training.update_preparation import UpdatePreparation
 from stretto.types import Batch, TokenReport, UpdateReport, Weights
 
 __all__ = ["GrpoOptions", "LocalTrainer", "LoraOptions", "Trainer", "TrainingOptions"]
@@ -194,13 +181,15 @@ class LocalTrainer:
             max_grad_norm=self.options.max_grad_norm,
         )
         self.scale = initial_loss_scale(self.packed.head.weight.dtype)
-        self.scorer = VersionScorer(
+        self.preparation = UpdatePreparation(
             self.packed,
             self.policy,
+            self.algorithm,
             self.ranks,
-            every_token=self.algorithm.needs_sampled,
-            mismatch_samples=self.options.mismatch_samples,
-            micro_tokens=self.micro_tokens,
+            options=self.options,
+            critic=self.critic,
+            reference=self.reference,
+            teachers=self.teachers,
             temperature=temperature,
             pack=self._pack,
             empty_pass=None if self.sharding is None else self._empty_pass,
@@ -256,9 +245,9 @@ class LocalTrainer:
         if not batch.samples:
             raise TrainerError(f"update {batch.update} has an empty batch")
         shaped = shaped_rewards(batch, self.algorithm, max_tokens=self.max_tokens)
-        kl = self.algorithm.kl
-        from_passes = self.critic is not None or (kl is not None and kl.place == "reward")
-        known = None if from_passes else self._compute_advantages(batch, [], shaped.rewards)
+        known = None
+        if not self.preparation.advantages_need_passes:
+            known = self.preparation.advantages(batch, [], shaped.rewards)
         mini_batches = self._split(batch, None if known is None else known[0])
         # If an update fails after a step, it must be undone: a later step may fail, or the weights of the last one.
         undoable = len(mini_batches) > 1 or self.critic is not None or self.optimizer.may_overflow
@@ -267,7 +256,7 @@ class LocalTrainer:
         try:
             with torch.inference_mode(False):
                 with self.ranks.together(collective_passes=self.sharding is not None):
-                    self._precompute(batch, mini_batches)
+                    self._scored = self.preparation.run_passes(batch, mini_batches)
                 measured = self._run_steps(batch, mini_batches, shaped, known)
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()  # the update ends before its time is taken
@@ -318,7 +307,7 @@ class LocalTrainer:
 
         `known` are the advantages, with metrics, if no pass was needed for them.
         """
-        advantages, critic_metrics = known or self._compute_advantages(batch, mini_batches, shaped.rewards)
+        advantages, critic_metrics = known or self.preparation.advantages(batch, mini_batches, shaped.rewards)
         refuse_overflow(batch, advantages, self._dtype)
         if self.loads is not None:
             self.loads.taken()  # of an update that failed
@@ -380,51 +369,7 @@ class LocalTrainer:
             return expert_metrics(recorded_loads(records, self.loads.shape))
         return expert_metrics(self.ranks.total(self.loads.taken()))
 
-    # -- before the first step -----------------------------------------------------------------------------------------
-
-    def _precompute(self, batch: Batch, mini_batches: list[MiniBatch]) -> None:
-        """Computes what must be known of each token before the first step, with up to three passes over the batch."""
-        self._scored = self.scorer.score(batch, mini_batches)
-        if len(mini_batches) > 1 or self.critic is not None:
-            with self.packed.as_in_training():
-                for plan in micro_batch_plans(mini_batches):
-                    self._assess(batch, plan, proximal=len(mini_batches) > 1)
-                for _ in range(sum(self._num_empty_passes(mini_batch) for mini_batch in mini_batches)):
-                    self._empty_pass(batch)
-        if self.reference is not None:
-            self.reference.score(batch, micro_batch_plans(mini_batches), self._pack, self.temperature)
-        self.teachers.score(batch, micro_batch_plans(mini_batches), self._pack)
-
-    def _assess(self, batch: Batch, plan: MicroBatchPlan, *, proximal: bool) -> None:
-        """Sets what the policy before the update says of a micro-batch. What the pass keeps ends with this call.
-
-        Without `proximal` the one step of the update uses the log-probabilities of its own forward pass.
-        """
-        micro = self._pack(batch, plan)
-        states = self.packed.states(micro)
-        if proximal:
-            plan.proximal = self.packed.logprobs(micro, self.temperature, states=states)[0].detach()
-        if self.critic is not None:
-            plan.values = self.critic.values(states, micro.predicts).detach()
-
-    def _compute_advantages(
-        self, batch: Batch, mini_batches: list[MiniBatch], rewards: NDArray[np.float64]
-    ) -> tuple[Advantages, Mapping[str, float]]:
-        """The advantages from the shaped rewards of the whole batch, and the critic's metrics.
-
-        Subtracts a divergence that is placed in the reward.
-        """
-        penalties = reward_penalties(batch, micro_batch_plans(mini_batches), self.algorithm.kl, self.ranks.total)
-        refuse_large_rewards(batch, rewards - penalties)
-        try:
-            if self.critic is None:
-                return batch_advantages(batch, self.algorithm, rewards, penalties), {}
-            plans = list(micro_batch_plans(mini_batches))
-            by_turn = self.algorithm.turns is not None
-            estimate = self.critic.assess(batch, plans, rewards - penalties, self.ranks.total, by_turn=by_turn)
-            return estimate.advantages, estimate.metrics
-        except ValueError as error:
-            raise TrainerError(f"update {batch.update}: {error}") from error
+    # -- micro-batches -------------------------------------------------------------------------------------------------
 
     def _pack(
         self,
@@ -442,6 +387,11 @@ class LocalTrainer:
             zeros if weights is None else weights, device=self.device, dtype=self._dtype,
             flash=packed.flash, multiple=packed.multiple, shares_prompts=packed.shares_prompts, routing=routing,
         )  # fmt: skip
+
+    def _empty_pass(self, batch: Batch) -> torch.Tensor:
+        """Runs a pass over the shortest sample that counts for nothing, and returns its last hidden states."""
+        shortest = int(np.argmin(input_lengths(batch.samples)))
+        return self.packed.states(self._pack(batch, MicroBatchPlan((shortest,))))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -476,7 +426,7 @@ class LocalTrainer:
         with self.ranks.together(collective_passes=self.sharding is not None), torch.enable_grad():
             for plan in mini_batch.micro_batches:
                 self._backward(batch, mini_batch, plan, advantages, collector)
-            for _ in range(self._num_empty_passes(mini_batch)):
+            for _ in range(mini_batch.num_empty_passes if self.sharding is not None else 0):
                 (self._empty_pass(batch).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()
         if self.scale is not None:
@@ -505,15 +455,6 @@ class LocalTrainer:
             self.critic.step()
         norms = [self.optimizer.weight_norm(), *([] if self.critic is None else [self.critic.weight_norm()])]
         refuse_diverged(batch.update, self.ranks.total(torch.stack(norms).cpu().numpy()).tolist())
-
-    def _num_empty_passes(self, mini_batch: MiniBatch) -> int:
-        """Passes that this rank makes beyond its own micro-batches, because sharded passes are collective."""
-        return mini_batch.max_micro_batches - len(mini_batch.micro_batches) if self.sharding is not None else 0
-
-    def _empty_pass(self, batch: Batch) -> torch.Tensor:
-        """Runs a pass over the shortest sample that counts for nothing, and returns its last hidden states."""
-        shortest = int(np.argmin(input_lengths(batch.samples)))
-        return self.packed.states(self._pack(batch, MicroBatchPlan((shortest,))))
 
     def _backward(
         self,
