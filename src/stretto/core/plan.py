@@ -59,7 +59,11 @@ class Plan:
         if row.staleness is not None and (self.auto or self.staleness != row.staleness):
             got = "auto" if self.auto else self.staleness
             raise ValueError(f"`staleness` is {row.staleness} in the paradigm `{row.name}`, not {got!r}: leave it out")
-        _at_least("in_flight", self.in_flight, self.batch)
+        if self.in_flight < self.batch:
+            raise ValueError(
+                f"`in_flight` is {self.in_flight}; it must be at least {self.batch}, which is `batch`: an update "
+                "takes so many groups"
+            )
         most = self.most_in_flight
         if most is not None and self.in_flight > most:
             raise ValueError(

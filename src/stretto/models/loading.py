@@ -26,6 +26,10 @@ MADE_BY = {  # folders that this repository's Makefile makes
     "models/qwen2.5-coder-1.5b": f"`make qwen` makes it (`make qwen {WITHOUT_HUB}` without a hub)",
     "models/qwen2.5-coder-0.5b": f"`make qwen-small` makes it (`make qwen-small {WITHOUT_HUB}` without a hub)",
 }
+HUB_NAMES = {  # of the same models, if a hub has them
+    "models/qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    "models/qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
 
@@ -86,7 +90,8 @@ def load_pretrained(kind: Any, path: str, failure: str, option: str, **options: 
     if not Path(path).exists():
         _refuse_missing_folder(path, option)
     elif not (Path(path) / "config.json").exists() and not (kind is AutoTokenizer and has_tokenizer(path)):
-        raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`")
+        hint = f"; {MADE_BY[path]}" if path in MADE_BY else ""
+        raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`{hint}")
     options |= hub_options(path, option)
     try:
         return kind.from_pretrained(path, trust_remote_code=False, **options)
@@ -114,7 +119,7 @@ def _refuse_missing_folder(path: str, option: str) -> None:
     """Refuse a path that can only be a folder, where there is none: the hub need not be asked."""
     said = f"`{option} = {path!r}`: there is no folder `{path}`"
     if path in MADE_BY:
-        raise ModelError(f"{said}; {MADE_BY[path]}")
+        raise ModelError(f"{said}; {MADE_BY[path]}{_plannable(path, option)}")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
         hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
         raise ModelError(f"{said} (seen from {Path.cwd()}){hint}")
@@ -125,6 +130,14 @@ def _refuse_missing_folder(path: str, option: str) -> None:
         raise ModelError(
             f"{said}, and the folder `{first}` is in {Path.cwd()}, so it is not taken for a name on the hub{hint}"
         )
+
+
+def _plannable(path: str, option: str) -> str:
+    """Returns a hint that memory can be planned without the folder, by the model's name on the hub; empty if not."""
+    if option != "model.path" or path not in HUB_NAMES:
+        return ""
+    named = f"`--set model.path={HUB_NAMES[path]}`"
+    return f". To plan with `--devices` no weights are needed: {named} reads `config.json` from the hub"
 
 
 def _cannot(path: str, what: str, error: Exception, option: str = "model.path") -> ModelError:

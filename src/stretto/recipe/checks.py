@@ -230,7 +230,8 @@ def _impossible(recipe: Recipe) -> Iterable[str]:
         plan = recipe.plan_with(ahead=recipe.may_start_ahead)  # before the device is known: the larger numbers
     except ValueError as error:
         if not refused:
-            yield re.sub(r"`(in_flight|rows|staleness)`", r"`rollout.\1`", str(error))
+            said = str(error).replace("`batch`", "`prompts`")  # the core's name for it
+            yield re.sub(r"`(in_flight|prompts|rows|staleness)`", r"`rollout.\1`", said)
         return
     yield from idle_rows(plan)
     yield from _impossible_pool(recipe, plan)
