@@ -208,6 +208,7 @@ def test_both_scores_of_an_evaluation_are_in_its_line_in_the_summary_and_in_the_
         "held-out score before, greedy │ 0.375 (version 0)",
         "held-out score after │ 0.750 (version 6)",
     ]
+    assert "training time │ 0.0 s, first rollout to last update" in rows
     assert (
         describe_evaluation(before)
         == "evaluation of version 0: 0.250 on 4 prompts; greedy 0.375 on 3 prompts, 1 failed"

@@ -244,7 +244,7 @@ def test_an_extended_run_is_shown_without_its_pause(
     server = serve(tmp_path / "a", tmp_path / "b")
     visit(page, server, "overview")
     words = page.inner_text("main")
-    for part in ("40.0 s", "3 tokens/s", "trainer 75 % of the wall time", "training.learning_rate: 0.001 → 0.0005"):
+    for part in ("40.0 s", "3 tokens/s", "trainer 75 % of the training time", "training.learning_rate: 0.001 → 0.0005"):
         assert part in words
     page.keyboard.press("2")
     playwright.expect(page.locator("[role=status]")).to_contain_text("24 trajectories")

@@ -331,7 +331,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "K",
         "tok/s",
         "speed",
-        "wall s",
+        "training s",
         f"s to {target:.2f}" if target is not None else "s to target",
     ]
     headers += ["trainer idle", "rollout idle", "row idle", "dropped", "length ratio", "age mean (max)", "mixed"]

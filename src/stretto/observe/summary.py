@@ -28,7 +28,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         score = "" if scores == [None, None] else f"; held-out {shown}"
         table.add_row(f"task {label}", f"{own['groups']} groups, {own['share']:.1%}{score}")
     table.add_row("updates", f"{summary['steps']}")
-    table.add_row("wall time", f"{summary['wall_seconds']:.1f} s")
+    table.add_row("training time", f"{summary['wall_seconds']:.1f} s, first rollout to last update")
     table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
     staleness = summary["staleness"]
     table.add_row("age of the data", f"{staleness['mean']:.2f} updates on average, {staleness['max']} at most")

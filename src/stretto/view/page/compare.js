@@ -3,7 +3,7 @@
 (function (S) {
   const LINES = [
     ["updates", (run) => S.integer(run.state.updates_done)],
-    ["wall time, training", (run) => S.seconds((run.totals() || {}).wall_seconds)],
+    ["training time", (run) => S.seconds((run.totals() || {}).wall_seconds)],
     ["tokens/s", (run) => { const totals = run.totals(); return totals ? S.integer(Math.round(totals.tokens_per_second)) : "-"; }],
     ["held-out score, first", (run) => S.number(scores(run)[0])],
     ["held-out score, last", (run) => S.number(scores(run).at(-1))],

@@ -43,7 +43,7 @@
         ["state", S.conditionWords(state.condition) + (state.condition === "failed" && state.sessions.at(-1).error ? `: ${state.sessions.at(-1).error}` : "")],
         ["paradigm", `${f.paradigm}, K = ${f.auto ? `auto, at most ${f.staleness}` : f.staleness}`],
         ["a batch", `${S.integer(f.batch)} prompts x ${S.integer(f.group)}`],
-        totals ? ["wall time", S.seconds(totals.wall_seconds)] : null,
+        totals ? ["training time", S.seconds(totals.wall_seconds)] : null,
         rest !== null ? ["about left", S.seconds(rest)] : null,
         ["tokens trained on", S.integer(totals ? totals.tokens : 0)],
         totals ? ["speed, whole run", `${S.integer(Math.round(totals.tokens_per_second))} tokens/s`] : null,
@@ -76,7 +76,7 @@
       if (state.condition === "killed" && state.status) { lines.push(["last sign", S.date(state.status.at)]); for (const wait of state.status.waits) { const [owner, ...rest] = wait.split(": "); lines.push([owner, `waited: ${rest.join(": ")}`]); } }
     }
     const totals = run.totals();
-    if (totals) lines.push([going ? "idle so far" : "idle", `trainer ${S.percent(totals.trainer_idle_share)} of the wall time${longest(run)}`]);
+    if (totals) lines.push([going ? "idle so far" : "idle", `trainer ${S.percent(totals.trainer_idle_share)} of the training time${longest(run)}`]);
     const changes = run.state.recipe_changes, most = 6;
     const phases = changes.slice(-most).map((each) => S.h("li", {}, S.h("b", {}, `update ${S.integer(each.update)}`), S.h("span", {}, each.keys.slice(0, most).map(([key, before, after]) => S.h("div", {}, `${key}: ${before} → ${after}`)), each.keys.length > most ? S.h("div", { class: "muted" }, `and ${S.plural(each.keys.length - most, "key")} more`) : null)));
     S.fill(card, S.h("h2", {}, going ? "Now" : "At the end"), S.h("ul", { class: "waits" }, lines.map(([owner, words]) => S.h("li", {}, S.h("b", {}, owner), S.h("span", { class: going ? "" : "muted" }, words)))),
