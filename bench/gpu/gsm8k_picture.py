@@ -3,8 +3,8 @@
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k --model qwen2.5-coder-1.5b --out docs/images/gsm8k.svg
     python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b --model qwen2.5-coder-0.5b \\
         --out docs/images/gsm8k-small.svg
-    python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b bench/results/gpu/gsm8k/0.5b/ages --ages \\
-        --model qwen2.5-coder-0.5b --out docs/images/gsm8k-ages.svg
+    python -m bench.gpu.gsm8k_picture bench/results/gpu/gsm8k/0.5b bench/results/gpu/gsm8k/0.5b/ages \\
+        bench/results/gpu/gsm8k/0.5b/ages/cispo --ages --model qwen2.5-coder-0.5b --out docs/images/gsm8k-ages.svg
     python -m bench.gpu.gsm8k_picture bench/results/gpu/tail/gsm8k --ages --model qwen2.5-coder-0.5b \\
         --title "Qwen2.5-Coder-0.5B-Instruct on GSM8K, answers of up to 4,096 tokens, one H200" \\
         --out docs/images/gsm8k-tail.svg
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,18 +31,19 @@ NAMES = {  # of the folders that `examples/qwen.py` writes
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B-Instruct",
     "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct",
 }
+USUAL_OBJECTIVE = "grpo"  # the objective of `recipes/gsm8k.toml`
 NICE = (1, 2, 2.5, 5, 10)
 LIGHT = {
     "text": "#1f2328",
     "dim": "#59636e",
     "grid": "#d1d9e0",
-    "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e", "#bf8700", "#59636e"),
+    "lines": ("#0969da", "#1a7f37", "#8250df", "#cf222e", "#bf8700", "#59636e", "#bf3989"),
 }
 DARK = {
     "text": "#f0f6fc",
     "dim": "#9198a1",
     "grid": "#3d444d",
-    "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149", "#d29922", "#9198a1"),
+    "lines": ("#4493f8", "#3fb950", "#ab7df8", "#f85149", "#d29922", "#9198a1", "#db61a2"),
 }
 
 
@@ -91,10 +93,15 @@ def label_of(cell: dict[str, Any]) -> str:
 
 
 def aged_label(cell: dict[str, Any]) -> str:
-    """The name of a line, with the mean age of what was trained on."""
+    """The name of a line, with the mean age of what was trained on, and the objective if it is not the usual one.
+
+    Runs that differ in anything else get the same name: leave their folders out.
+    """
     paradigm, bound = cell["parameters"]["paradigm"], cell["parameters"]["staleness"]
     name = "synchronous" if paradigm == "synchronous" else f"K = {bound}"
-    return f"{name}, mean age {cell['results']['staleness_mean']:.3g}"
+    objective = tomllib.loads(cell["results"].get("recipe", "")).get("algorithm", {}).get("type", USUAL_OBJECTIVE)
+    other = "" if objective == USUAL_OBJECTIVE else f", {objective}"
+    return f"{name}{other}, mean age {cell['results']['staleness_mean']:.3g}"
 
 
 def _scored(cell: dict[str, Any]) -> list[dict[str, Any]]:
@@ -131,10 +138,10 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
         parts += _panel(left, name, most, (low, high), colours)
         parts.append(_text(left, TOP - 10, f"accuracy on {problems} held-out problems, temperature 1", colours["dim"]))
         for run in runs:
-            colour = colours["lines"][labels.index(run.label)]
+            colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
             parts += _line(run, number, left, most, (low, high), colour)
     for place, (label, (x, row)) in enumerate(zip(labels, placed, strict=True)):
-        colour, y = colours["lines"][place], HEIGHT - 9 + row * LEGEND_ROW
+        colour, y = colours["lines"][place % len(colours["lines"])], HEIGHT - 9 + row * LEGEND_ROW
         parts.append(f'<rect x="{x}" y="{y - 7}" width="14" height="4" fill="{colour}"/>')
         parts.append(_text(x + 20, y, label, colours["text"], size=13))
     return "\n".join([*parts, "</svg>", ""])

@@ -17,6 +17,7 @@ TITLE = "Qwen2.5-Coder-1.5B-Instruct on GSM8K, LoRA, one H200"
 
 
 SMALL = CELLS / "0.5b"
+AGES = [SMALL, SMALL / "ages", SMALL / "ages" / "cispo"]
 
 
 TAIL = CELLS.parent / "tail" / "gsm8k"
@@ -28,7 +29,7 @@ TAIL_TITLE = "Qwen2.5-Coder-0.5B-Instruct on GSM8K, answers of up to 4,096 token
     [
         ("gsm8k", [CELLS, "--model", "qwen2.5-coder-1.5b"]),
         ("gsm8k-small", [SMALL, "--model", "qwen2.5-coder-0.5b"]),
-        ("gsm8k-ages", [SMALL, SMALL / "ages", "--ages", "--model", "qwen2.5-coder-0.5b"]),
+        ("gsm8k-ages", [*AGES, "--ages", "--model", "qwen2.5-coder-0.5b"]),
         ("gsm8k-tail", [TAIL, "--ages", "--model", "qwen2.5-coder-0.5b", "--title", TAIL_TITLE]),
     ],
 )
@@ -45,7 +46,7 @@ def test_the_title_is_that_of_the_model():
     assert title_of("mine") == "mine on GSM8K, LoRA, one H200"
 
 
-@pytest.mark.parametrize("folders", [[SMALL], [SMALL, SMALL / "ages"]])
+@pytest.mark.parametrize("folders", [[SMALL], AGES])
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 def test_entries_of_the_legend_neither_overlap_nor_leave_the_picture(colours, folders):
     runs = read_runs(folders, "qwen2.5-coder-0.5b", ages=len(folders) > 1)
@@ -72,9 +73,9 @@ def test_every_run_is_a_line_in_both_panels_and_ours_comes_first():
 
 
 def test_by_age_are_our_runs_alone_the_freshest_first():
-    labels = [run.label for run in read_runs([SMALL, SMALL / "ages"], "qwen2.5-coder-0.5b", ages=True)]
+    labels = [run.label for run in read_runs(AGES, "qwen2.5-coder-0.5b", ages=True)]
     assert labels[0] == "synchronous, mean age 0"
-    assert labels[-1] == "K = 8, mean age 7.64"
+    assert labels[-2:] == ["K = 8, cispo, mean age 7.4", "K = 8, mean age 7.64"]
 
 
 def write_cell(folder: Path, side: str, model: str, score: float) -> None:
