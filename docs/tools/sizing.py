@@ -28,6 +28,10 @@ MODELS: dict[str, Any] = {
         vocab_size=151_936, hidden_size=896, intermediate_size=4_864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
     ),
+    "1.5B (Qwen2.5)": Qwen2Config(
+        vocab_size=151_936, hidden_size=1_536, intermediate_size=8_960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=True,
+    ),
     "1.7B (Qwen3)": Qwen3Config(
         vocab_size=151_936, hidden_size=2_048, intermediate_size=6_144, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
