@@ -2,7 +2,7 @@
 
 A generated part stands between two marks of its page, `<!-- NAME: begin -->` and `<!-- NAME: end -->`. Everything comes
 from the code: recipes and objectives from their models, commands from the parser, Python from signatures and
-docstrings, the journal from its schema, errors from their classes.
+docstrings, the journal from its schema, errors from their classes. Tables of measurements come from their cells.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import stretto
+from docs.tools.gsm8k_tables import TABLES
 from docs.tools.sizing import sizing_table
 from stretto import errors
 from stretto.api.policies import TrainedPolicy
@@ -27,7 +28,7 @@ from stretto.recipe.key_reference import describe_keys
 from stretto.recipe.objective_reference import describe_objectives
 from stretto.store import schema
 
-DOCS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def between_marks(text: str, name: str, part: str) -> str:
@@ -248,25 +249,32 @@ def _groups(source: str) -> Iterator[tuple[str, str]]:
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 
-GENERATED: Mapping[str, tuple[str, Callable[[], str]]] = {
-    "recipes.md": ("keys", describe_keys),
-    "algorithms.md": ("keys", describe_objectives),
-    "reference/command-line.md": ("commands", describe_commands),
-    "reference/python.md": ("python", describe_python),
-    "reference/journal.md": ("journal", describe_journal),
-    "reference/exit-codes.md": ("errors", describe_errors),
-    "howto/gpu.md": ("sizes", sizing_table),
+GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {  # by page, by mark
+    "docs/recipes.md": {"keys": describe_keys},
+    "docs/algorithms.md": {"keys": describe_objectives},
+    "docs/reference/command-line.md": {"commands": describe_commands},
+    "docs/reference/python.md": {"python": describe_python},
+    "docs/reference/journal.md": {"journal": describe_journal},
+    "docs/reference/exit-codes.md": {"errors": describe_errors},
+    "docs/howto/gpu.md": {"sizes": sizing_table},
+    **TABLES,
 }
 
 
+def with_generated_parts(name: str) -> str:
+    """Returns the text of a page with its generated parts as they should be now."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for mark, describe in GENERATED[name].items():
+        text = between_marks(text, mark, describe())
+    return text
+
+
 def main() -> None:
-    for name, (mark, describe) in GENERATED.items():
-        path = DOCS / name
-        text = path.read_text(encoding="utf-8")
-        made = between_marks(text, mark, describe())
-        if made != text:
-            path.write_text(made, encoding="utf-8")
-            print(f"docs/{name}")
+    for name in GENERATED:
+        made = with_generated_parts(name)
+        if made != (ROOT / name).read_text(encoding="utf-8"):
+            (ROOT / name).write_text(made, encoding="utf-8")
+            print(name)
 
 
 if __name__ == "__main__":

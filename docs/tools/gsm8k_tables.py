@@ -1,0 +1,414 @@
+"""The tables of GSM8K runs in `docs/performance.md` and `README.md`: which runs, and which figures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from docs.tools.measured_tables import (
+    LARGE,
+    SMALL,
+    SMOL,
+    Figure,
+    Run,
+    as_markdown,
+    curve_of,
+    factor,
+    figures_of,
+    find_cell,
+    held_out,
+    hundredth,
+    mean_age,
+    mean_of,
+    of_trl,
+    ours,
+    percent,
+    rate_of,
+    result,
+    rewards_of_versions,
+    seconds_to,
+    tenth,
+    thousandth,
+    trained_rate,
+    whole,
+    whole_test,
+)
+
+SYNCHRONOUS: Mapping[str, Any] = {"paradigm": "synchronous"}
+ASYNCHRONOUS: Mapping[str, Any] = {"paradigm": "multi-version"}
+MOST_TOKENS = 4_096  # of an answer in the runs with a long tail
+
+SPEED: Mapping[str, Figure] = {
+    "updates": result("updates", whole),
+    "seconds of training": result("wall_s", whole),
+    "seconds an update, after the first": result("seconds_per_update", tenth),
+    "trained tokens/s, after the first": trained_rate,
+    "the same, without updates that overlapped an evaluation": result("tokens_per_s_undisturbed", whole),
+    "trainer idle": result("trainer_idle_share", percent),
+    "rollout idle": result("rollout_idle_share", percent),
+    "age, mean": mean_age,
+}
+STARTS: Mapping[str, Figure] = {
+    "start-up, s": result("startup_s", whole),
+    "first update, s": result("first_update_s", tenth),
+}
+TEST: Mapping[str, Figure] = {
+    "whole test at temperature 1, before": whole_test("before_sampled"),
+    "whole test at temperature 1, after": whole_test("after_sampled"),
+    "whole test, greedy, before": whole_test("before_greedy"),
+    "whole test, greedy, after": whole_test("after_greedy"),
+}
+TEST_AFTER: Mapping[str, Figure] = {
+    "whole test at temperature 1, after": whole_test("after_sampled"),
+    "whole test, greedy, after": whole_test("after_greedy"),
+}
+
+
+# -- 1.5B --------------------------------------------------------------------------------------------------------------
+
+_large = partial(ours, folder="gsm8k", model=LARGE)
+_trl_large = partial(of_trl, folder="gsm8k", model="model")  # the name of the folder then
+
+
+def large_runs() -> str:
+    """Runs of the 1.5B model beside TRL's."""
+    runs = [
+        _large("`K = 2`, seed 0", seed=0, **ASYNCHRONOUS),
+        _large("`synchronous`, seed 0", seed=0, **SYNCHRONOUS),
+        _large("`K = 2`, seed 1, earlier", seed=1, **ASYNCHRONOUS),
+        _trl_large("TRL, earlier"),
+    ]
+    return figures_of(runs, {**SPEED, **STARTS, **TEST})
+
+
+def large_curve() -> str:
+    """Held-out scores of the 1.5B model."""
+    runs = [
+        _large("`K = 2`, seed 0", seed=0, **ASYNCHRONOUS),
+        _large("`synchronous`", seed=0, **SYNCHRONOUS),
+        _large("`K = 2`, seed 1", seed=1, **ASYNCHRONOUS),
+    ]
+    return curve_of(runs)
+
+
+def large_curve_of_trl() -> str:
+    """Held-out scores of the 1.5B model with TRL."""
+    return curve_of([_trl_large("TRL")])
+
+
+def front_page() -> str:
+    """The table of README.md: means over the seeds of `K = 2`, and TRL."""
+    runs = [_large("", seed=seed, **ASYNCHRONOUS) for seed in (0, 1)]
+    trl = _trl_large("TRL")
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    def score(run: Run, name: str) -> float:
+        assert run.test is not None
+        return float(run.test["results"][name])
+
+    updates = int(trl.training["results"]["updates"])
+    at = [each for run in runs if (each := run.score(updates)) is not None]
+    before, greedy = score(runs[0], "before_sampled"), score(runs[0], "before_greedy")
+    last, wall = runs[0].training["results"]["updates"], mean([run.training["results"]["wall_s"] for run in runs])
+    rows = [
+        [
+            "seconds an update",
+            tenth(mean([run.training["results"]["seconds_per_update"] for run in runs])),
+            tenth(trl.training["results"]["seconds_per_update"]),
+        ],
+        [
+            f"seconds of training until update {updates}",
+            whole(mean([each["elapsed_s"] for each in at])),
+            whole(trl.training["results"]["wall_s"]),
+        ],
+        [
+            f"accuracy then, {at[0]['num_scored']:,} problems",
+            thousandth(mean([each["score"] for each in at])),
+            thousandth(score(trl, "after_sampled")),
+        ],
+        [
+            f"accuracy after {last} updates, {whole(wall)} seconds ({thousandth(before)} before)",
+            thousandth(mean([score(run, "after_sampled") for run in runs])),
+            "",
+        ],
+        [
+            f"the same, greedy ({thousandth(greedy)} before)",
+            thousandth(mean([score(run, "after_greedy") for run in runs])),
+            "",
+        ],
+    ]
+    return as_markdown(["", "Stretto, `K = 2` (means of two seeds)", "TRL"], rows)
+
+
+# -- 0.5B --------------------------------------------------------------------------------------------------------------
+
+_small = partial(ours, folder="gsm8k/0.5b", model=SMALL)
+_aged = partial(ours, folder="gsm8k/0.5b/ages", model=SMALL)
+_synchronous = partial(_small, "`synchronous`", seed=0, **SYNCHRONOUS)
+_full_512 = partial(_small, seed=0, in_flight="full", **ASYNCHRONOUS)
+_full_1536 = partial(_aged, seed=0, staleness=2, rows=1_536, in_flight="full", **ASYNCHRONOUS)
+_full_4608 = partial(_aged, seed=0, staleness=8, rows=4_608, in_flight="full", **ASYNCHRONOUS)
+_age_1 = partial(_aged, seed=0, staleness=1, **ASYNCHRONOUS)
+_age_4 = partial(_aged, seed=0, staleness=4, in_flight="full", **ASYNCHRONOUS)
+
+
+def small_runs() -> str:
+    """Seed 0 of the 0.5B model beside TRL's run."""
+    runs = [
+        _full_512('`K = 2`, everything in flight (`in_flight = "full"`)'),
+        _synchronous(),
+        of_trl("TRL", "gsm8k/0.5b", SMALL),
+    ]
+    return figures_of(runs, {**SPEED, **STARTS, **TEST})
+
+
+def small_curve() -> str:
+    """Held-out scores of seed 0 of the 0.5B model, and TRL's."""
+    return curve_of([_full_512("`K = 2`"), _synchronous(), of_trl("TRL", "gsm8k/0.5b", SMALL)])
+
+
+def small_seeds() -> str:
+    """Seeds 1 and 2 of the 0.5B model."""
+    runs = [
+        _small("`K = 2`, seed 1", seed=1, **ASYNCHRONOUS),
+        _small("`synchronous`, seed 1", seed=1, tested=False, **SYNCHRONOUS),
+        _small("`K = 2`, seed 2", seed=2, **ASYNCHRONOUS),
+        _small("`synchronous`, seed 2", seed=2, **SYNCHRONOUS),
+    ]
+    figures = {**SPEED, "length, mean": result("length_mean", whole)}
+    figures |= {f"held-out score, update {update}": held_out(update) for update in range(0, 101, 20)}
+    return figures_of(runs, {**figures, "seconds to update 60": seconds_to(60), **TEST_AFTER})
+
+
+def in_flight() -> str:
+    """Rates by what is in flight."""
+    rates = partial(ours, folder="gsm8k/0.5b/rates", model=SMALL, tested=False, **ASYNCHRONOUS)
+    runs = {
+        ("0", "1 batch", "512"): _synchronous(),
+        ("2", "1.5 batches (the default before)", "512"): rates("", staleness=2),
+        ("2", "3 batches", "512"): _full_512(""),
+        ("4", "5 batches", "512"): rates("", staleness=4, in_flight="full"),
+        ("2", "3 batches", "1,536 (the default)"): _full_1536(""),
+        ("8", "9 batches", "4,608"): _full_4608(""),
+    }
+    figures: Mapping[str, Figure] = {
+        "tokens/s, updates 2 to 20": rate_of(2, 20),
+        "tokens/s, updates 1 to 20": rate_of(1, 20),
+        "age, mean": mean_of("staleness_mean", 2, 20, hundredth),
+        "rows idle": result("row_idle_share", percent),
+    }
+    rows = ([*names, *(figure(run) for figure in figures.values())] for names, run in runs.items())
+    return as_markdown(["`K`", "`rollout.in_flight`", "`rollout.rows`", *figures], rows)
+
+
+def ages() -> str:
+    """Seed 0 by age."""
+    runs = [
+        _synchronous(),
+        _age_1("`K = 1`, 1,024 rows, faster code"),
+        _full_512("`K = 2`, 512 rows"),
+        _full_1536("`K = 2`, 1,536 rows"),
+        _age_4("`K = 4`, 2,560 rows, faster code"),
+        _full_4608("`K = 8`, 4,608 rows"),
+    ]
+    figures: Mapping[str, Figure] = {
+        "age, mean": mean_age,
+        "seconds of training": result("wall_s", whole),
+        "trained tokens/s, after the first": trained_rate,
+        "trained tokens/s, all updates": result("tokens_per_s", whole),
+        "trainer idle": result("trainer_idle_share", percent),
+        "effective sample size, last 20 updates": mean_of("effective_sample_size", 81, 100, hundredth),
+        **TEST_AFTER,
+    }
+    return figures_of(runs, figures)
+
+
+def _rewards(*runs: Run) -> str:
+    bounds = ((0, 19), (20, 39), (40, 59), (60, 75), (76, None))
+    names = [f"{first} and later" if last is None else f"{first} to {last}" for first, last in bounds]
+    figures = [rewards_of_versions(first, last) for first, last in bounds]
+    rows = ([name, *(figure(run) for run in runs)] for name, figure in zip(names, figures, strict=True))
+    return as_markdown(["version that generated", *(run.heading for run in runs)], rows)
+
+
+def rewards_by_age() -> str:
+    """Rewards in training of seed 0 by age."""
+    return _rewards(
+        _small("`synchronous`, seed 0", seed=0, **SYNCHRONOUS),
+        _age_1("`K = 1`, seed 0"),
+        _full_1536("`K = 2`, 1,536 rows, seed 0"),
+        _age_4("`K = 4`, 2,560 rows, seed 0"),
+        _full_4608("`K = 8`, 4,608 rows, seed 0"),
+    )
+
+
+def rewards_of_seeds() -> str:
+    """Rewards in training of seeds 1 and 2."""
+    return _rewards(
+        _small("`synchronous`, seed 1", seed=1, tested=False, **SYNCHRONOUS),
+        _small("`K = 2`, seed 1", seed=1, **ASYNCHRONOUS),
+        _small("`synchronous`, seed 2", seed=2, **SYNCHRONOUS),
+        _small("`K = 2`, seed 2", seed=2, **ASYNCHRONOUS),
+    )
+
+
+def old_data() -> str:
+    """Half the learning rate and `cispo` at age 7, over 60 updates."""
+    other = partial(ours, model=SMALL, tested=False, staleness=8, in_flight="full", **ASYNCHRONOUS)
+    runs = [
+        _small("`synchronous`, `grpo`", seed=0, **SYNCHRONOUS),
+        _full_4608("`K = 8`, `grpo`"),
+        other("`K = 8`, `grpo`, half the rate", "gsm8k/0.5b/ages/half_rate"),
+        other("`K = 8`, `cispo`", "gsm8k/0.5b/ages/cispo"),
+    ]
+    figures: dict[str, Figure] = {"age, mean": mean_of("staleness_mean", 1, 60, lambda age: f"{age:.2g}")}
+    figures |= {
+        f"reward, versions {first} to {last}": rewards_of_versions(first, last)
+        for first, last in ((0, 19), (20, 39), (40, 51))
+    }
+    figures |= {f"held-out score, update {update}": held_out(update) for update in (20, 40, 60)}
+    figures["effective sample size, updates 41 to 60"] = mean_of("effective_sample_size", 41, 60, hundredth)
+    return figures_of(runs, figures)
+
+
+# -- other runs --------------------------------------------------------------------------------------------------------
+
+
+def shared_prompts() -> str:
+    """An update with prompts computed once and repeated."""
+    cells = {
+        heading: find_cell("shared_prompts", "shared-prompts", "native", model=SMALL, prompt=prompt)["results"]
+        for heading, prompt in (("0.5B, GSM8K's prompts", 0), ("0.5B, prompts of 1,024 tokens", 1_024))
+    }
+    figures = {
+        "seconds of an update, prompts repeated": ("repeated_s", thousandth),
+        "seconds of an update, prompts shared": ("shared_s", thousandth),
+        "speed-up": ("speedup", factor),
+        "fewer tokens in linear layers": ("fewer_tokens", percent),
+    }
+    rows = ([title, *(show(cell[name]) for cell in cells.values())] for title, (name, show) in figures.items())
+    return as_markdown(["", *cells], rows)
+
+
+def smollm2() -> str:
+    """SmolLM2-135M beside TRL."""
+    folder = "gsm8k/smollm2/one_sitting"
+    swept = partial(find_cell, folder, "gsm8k-sweep", "trl", model=SMOL, liger=0)
+    run = partial(ours, model=SMOL, tested=False, **ASYNCHRONOUS)
+    full = partial(run, folder=folder, in_flight="full")
+    runs = [
+        Run("TRL, micro-batches of 64 (its fastest; two updates)", swept(micro=64)),
+        Run("TRL, micro-batches of 128 (two updates)", swept(micro=128)),
+        of_trl("TRL, micro-batches of 64, Liger (six updates)", folder, SMOL, tested=False),
+        run("Stretto, 1.5 batches in flight, 256 rows (the default before)", folder),
+        full("Stretto, 3 batches in flight, 512 rows", rows=512),
+        full("Stretto, 3 batches in flight, 768 rows (the default)", rows=768),
+        run("the same with faster decode kernels, in a later sitting", "gsm8k/smollm2/kernels"),
+    ]
+    fastest = max(run.training["results"]["tokens_per_s"] for run in runs if run.training["side"] == "trl")
+
+    def over_trl(run: Run) -> str:
+        results = run.training["results"]
+        return "" if run.training["side"] == "trl" else f"{results['tokens_per_s_after_first'] / fastest:.1f} x"
+
+    def seconds(run: Run) -> str:
+        show = tenth if run.training["side"] == "trl" else hundredth
+        return show(run.training["results"]["seconds_per_update"])
+
+    figures: Mapping[str, Figure] = {
+        "trained tokens/s, after the first update": trained_rate,
+        "seconds an update": seconds,
+        "age, mean": mean_age,
+        "rows idle": result("row_idle_share", percent),
+        "over TRL's fastest": over_trl,
+    }
+    rows = ([run.heading, *(figure(run) for figure in figures.values())] for run in runs)
+    return as_markdown(["", *figures], rows)
+
+
+_tail = partial(ours, folder="tail/gsm8k", model=SMALL, tested=False)
+_tail_full = partial(_tail, staleness=4, rows=512, in_flight="full", **ASYNCHRONOUS)
+_tail_synchronous = partial(_tail, "`synchronous`", **SYNCHRONOUS)
+
+
+def tail() -> str:
+    """Answers of up to 4,096 tokens: speed."""
+    runs = [_tail_full("`K = 4`, everything in flight, 512 rows"), _tail_synchronous()]
+    first, second = runs
+
+    def at(run: Run, update: int) -> float:
+        found = run.score(update)
+        assert found is not None
+        return float(found["elapsed_s"])
+
+    def longest(run: Run) -> str:
+        return str(sum(each["length_max"] >= MOST_TOKENS for each in run.updates))
+
+    def ratio(name: str, *, more: bool) -> str:
+        one, other = (float(run.training["results"][name]) for run in runs)
+        return factor(one / other if more else other / one)
+
+    def score(update: int) -> str:
+        found = {thousandth(each["score"]) for run in runs if (each := run.score(update)) is not None}
+        assert len(found) == 1, "the row is for scores that are equal"
+        return found.pop()
+
+    rows = [
+        ["seconds of training, 40 updates", *map(result("wall_s", whole), runs), ratio("wall_s", more=False)],
+        [
+            "seconds an update, after the first",
+            *map(result("seconds_per_update", tenth), runs),
+            ratio("seconds_per_update", more=False),
+        ],
+        [
+            "trained tokens/s, after the first",
+            *map(trained_rate, runs),
+            ratio("tokens_per_s_after_first", more=True),
+        ],
+        *(
+            [
+                f"seconds to {score(update)}{' on 512 held-out problems' * (update == 20)} (update {update})",
+                *(whole(at(run, update)) for run in runs),
+                factor(at(second, update) / at(first, update)),
+            ]
+            for update in (20, 30)
+        ),
+        ["updates whose longest answer has 4,096 tokens", *map(longest, runs), ""],
+        ["length, mean", *map(result("length_mean", whole), runs), ""],
+        ["trainer idle", *map(result("trainer_idle_share", percent), runs), ""],
+        ["rows idle", *map(result("row_idle_share", percent), runs), ""],
+        ["age, mean", *map(mean_age, runs), ""],
+    ]
+    return as_markdown(["", *(run.heading for run in runs), "ratio"], rows)
+
+
+def tail_curve() -> str:
+    """Answers of up to 4,096 tokens: held-out scores."""
+    return curve_of([_tail_full("`K = 4`"), _tail_synchronous()])
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "README.md": {"gsm8k": front_page},
+    "docs/performance.md": {
+        "gsm8k-runs": large_runs,
+        "gsm8k-curve": large_curve,
+        "gsm8k-curve-trl": large_curve_of_trl,
+        "gsm8k-small-runs": small_runs,
+        "gsm8k-small-curve": small_curve,
+        "gsm8k-small-seeds": small_seeds,
+        "gsm8k-in-flight": in_flight,
+        "gsm8k-ages": ages,
+        "gsm8k-rewards-by-age": rewards_by_age,
+        "gsm8k-rewards-of-seeds": rewards_of_seeds,
+        "gsm8k-old-data": old_data,
+        "shared-prompts": shared_prompts,
+        "smollm2": smollm2,
+        "gsm8k-tail": tail,
+        "gsm8k-tail-curve": tail_curve,
+    },
+}
