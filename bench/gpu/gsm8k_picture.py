@@ -120,8 +120,10 @@ def _point(evaluation: dict[str, Any]) -> tuple[float, float, float, float]:
 
 
 def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
-    """Returns the picture as SVG."""
+    """Returns the picture as SVG. Raises `ValueError` if there are more names of lines than colours."""
     labels = list(dict.fromkeys(run.label for run in runs))
+    if len(labels) > len(colours["lines"]):
+        raise ValueError(f"{len(labels)} names of lines, but {len(colours['lines'])} colours: leave folders out")
     problems = " or ".join(f"{count:,}" for count in sorted({run.problems for run in runs}))
     scores = [value for run in runs for _, _, score, error in run.points for value in (score - error, score + error)]
     low, high = math.floor(min(scores) * 20) / 20, math.ceil(max(scores) * 20) / 20
@@ -138,10 +140,10 @@ def picture(runs: Sequence[Run], colours: dict[str, Any], title: str) -> str:
         parts += _panel(left, name, most, (low, high), colours)
         parts.append(_text(left, TOP - 10, f"accuracy on {problems} held-out problems, temperature 1", colours["dim"]))
         for run in runs:
-            colour = colours["lines"][labels.index(run.label) % len(colours["lines"])]
+            colour = colours["lines"][labels.index(run.label)]
             parts += _line(run, number, left, most, (low, high), colour)
     for place, (label, (x, row)) in enumerate(zip(labels, placed, strict=True)):
-        colour, y = colours["lines"][place % len(colours["lines"])], HEIGHT - 9 + row * LEGEND_ROW
+        colour, y = colours["lines"][place], HEIGHT - 9 + row * LEGEND_ROW
         parts.append(f'<rect x="{x}" y="{y - 7}" width="14" height="4" fill="{colour}"/>')
         parts.append(_text(x + 20, y, label, colours["text"], size=13))
     return "\n".join([*parts, "</svg>", ""])

@@ -18,7 +18,7 @@ from typing import Any
 
 import stretto
 from docs.tools.gsm8k_tables import TABLES
-from docs.tools.sizing import sizing_table
+from docs.tools.sizing import least_memory_table, recipes_table, sizing_table
 from stretto import errors
 from stretto.api.policies import TrainedPolicy
 from stretto.api.runs import Findings
@@ -256,7 +256,7 @@ GENERATED: Mapping[str, Mapping[str, Callable[[], str]]] = {  # by page, by mark
     "docs/reference/python.md": {"python": describe_python},
     "docs/reference/journal.md": {"journal": describe_journal},
     "docs/reference/exit-codes.md": {"errors": describe_errors},
-    "docs/howto/gpu.md": {"sizes": sizing_table},
+    "docs/howto/gpu.md": {"sizes": sizing_table, "least-memory": least_memory_table, "recipes": recipes_table},
     **TABLES,
 }
 

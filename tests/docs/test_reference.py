@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from doc_pages import ROOT
@@ -28,6 +27,22 @@ def test_the_table_of_sizes_is_up_to_date_for_its_smallest_model(monkeypatch: py
     name, config = next(iter(sizing.MODELS.items()))
     monkeypatch.setattr(sizing, "MODELS", {name: config})
     assert sizing.sizing_table() in (DOCS / "howto" / "gpu.md").read_text(encoding="utf-8"), "run `make reference`"
+
+
+def test_the_table_of_recipes_on_cards_is_up_to_date() -> None:
+    assert sizing.recipes_table() in (DOCS / "howto" / "gpu.md").read_text(encoding="utf-8"), "run `make reference`"
+
+
+def test_the_least_memory_of_a_recipe_is_named_in_its_file() -> None:
+    table = (DOCS / "howto" / "gpu.md").read_text(encoding="utf-8")
+    for path in sizing.RECIPES:
+        least = re.search(rf"\| `{re.escape(path)}` \([\w.]+\) \| ([\d.]+) GiB \| ([\d.]+) GiB \|", table)
+        assert least is not None
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"Needs a GPU of {least[1]} GiB, or of {least[2]} GiB with `training.checkpointing = true`" in text
+        planned = sizing.PlannedRecipe(path)
+        assert planned.on(float(least[1])) is not None
+        assert planned.on(float(least[1]) - sizing.STEP) is None
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
@@ -58,6 +73,13 @@ def test_the_page_about_runs_that_do_not_learn_has_every_warning() -> None:
     assert not missing
 
 
-def test_a_page_without_its_marks_is_refused(tmp_path: Path) -> None:
+def test_only_what_stands_between_the_marks_is_written() -> None:
+    text = "before\n<!-- keys: begin -->\nold\n<!-- keys: end -->\nafter\n"
+    made = between_marks(text, "keys", "new\n")
+    assert made == "before\n<!-- keys: begin -->\n\nnew\n\n<!-- keys: end -->\nafter\n"
+    assert between_marks(made, "keys", "new\n") == made
+
+
+def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="no marks"):
         between_marks("text", "keys", "part")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stretto.recipe.error_messages import all_keys
-from stretto.recipe.key_reference import BEGIN, END, describe_keys, write_between_marks
+from stretto.recipe.key_reference import describe_keys
 from stretto.recipe.schema import Recipe
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -12,8 +12,8 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "recipes.md"
 def test_every_key_of_a_recipe_is_in_the_reference_with_its_type_and_default() -> None:
     text = REFERENCE.read_text()
     missing = [key for key in all_keys(Recipe) if f"| `{key}` |" not in text]
-    assert not missing, "`python -m stretto.recipe.key_reference docs/recipes.md` writes them"
-    assert describe_keys() in text, "`python -m stretto.recipe.key_reference docs/recipes.md` brings it up to date"
+    assert not missing, "run `make reference`"
+    assert describe_keys() in text, "run `make reference`"
     assert '| `rollout.staleness` | integer or `"auto"` | 2 | K:' in text
     assert "| `model.path` | string | required |" in text
 
@@ -26,15 +26,3 @@ def test_tables_of_several_kinds_have_their_shared_keys_once_and_need_one_key_of
         assert (f"| {needs} |" in line) == (key in ("function", "judge", "model")), line
         assert "| required |" not in line
     assert any(line.startswith("| `task.rewards.judge.address` | string | required |") for line in lines)
-
-
-def test_only_what_stands_between_the_marks_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "doc.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_marks(path)
-    text = path.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nafter\n")
-    assert "old\n" not in text
-    write_between_marks(path)
-    assert path.read_text() == text

@@ -62,7 +62,7 @@ class Plan:
         if self.in_flight < self.batch:
             raise ValueError(
                 f"`in_flight` is {self.in_flight}; it must be at least {self.batch}, which is `batch`: an update "
-                "takes so many groups"
+                "takes one group for each prompt"
             )
         most = self.most_in_flight
         if most is not None and self.in_flight > most:

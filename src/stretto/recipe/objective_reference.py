@@ -1,23 +1,16 @@
-"""Generates the reference of the objectives from their classes.
-
-    python -m stretto.recipe.objective_reference docs/algorithms.md
-
-writes it between the two marks of that file.
-"""
+"""Generates the reference of the objectives from their classes."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.objectives import OBJECTIVES
 from stretto.objectives.base import ObjectiveOptions
-from stretto.recipe.key_reference import models, table, write_between_marks
+from stretto.recipe.key_reference import models, table
 
 
 def describe_objectives() -> str:
@@ -61,7 +54,3 @@ def _without_type(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
 def _formula(text: str) -> str:
     lines = text.replace("; ", ";\n")
     return f"```text\n{lines}\n```\n"
-
-
-if __name__ == "__main__":
-    write_between_marks(Path(sys.argv[1]), describe_objectives)

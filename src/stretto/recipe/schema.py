@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
@@ -144,6 +144,13 @@ class RedundancySection(Options):
     )
 
 
+class RowLimit(NamedTuple):
+    """The most rows that there is room for if `rollout.rows` is left out."""
+
+    rows: int
+    reason: str  # why there is no room for more
+
+
 class RolloutSection(Options):
     """Generation of trajectories."""
 
@@ -205,8 +212,7 @@ class RolloutSection(Options):
         "(`stretto check` prints the number); 2,048 on a CPU and with `runtime.deterministic`",
     )
 
-    _rows_at_most: int | None = PrivateAttr(None)  # that memory has room for, found at every start
-    _rows_reason: str | None = PrivateAttr(None)  # why memory has no room for more
+    _row_limit: RowLimit | None = PrivateAttr(None)  # found at every start
 
     @property
     def prefill_chunk_tokens(self) -> int:
@@ -465,7 +471,7 @@ class Recipe(Options):
             reserve_members=0 if members is None else members - rollout.group,
             spread=rollout.spread,
             ahead=ahead,
-            rows_at_most=rollout._rows_at_most,
+            rows_at_most=None if rollout._row_limit is None else rollout._row_limit.rows,
         )
 
     @property

@@ -48,9 +48,19 @@ def with_micro_tokens(
 
 
 def fitting_size(
-    recipe: Recipe, config: Any, counted: CountedModels, longest_prompt: int, device: torch.device, free: int
+    recipe: Recipe,
+    config: Any,
+    counted: CountedModels,
+    longest_prompt: int,
+    device: torch.device,
+    free: int,
+    *,
+    kept: int = 0,
 ) -> int:
-    """Returns the largest of `SIZES` that leaves enough for KV, or the smallest if none does."""
+    """Returns the largest of `SIZES` that leaves enough for KV, or the smallest if none does.
+
+    `kept` bytes of those that are free are for others.
+    """
     one = longest_trajectory(recipe, longest_prompt)
     batch = batch_tokens(recipe, one)
     for size in SIZES:
@@ -58,7 +68,7 @@ def fitting_size(
             continue  # the next smaller one holds the whole batch, too
         sized = with_section(recipe, "training", micro_tokens=size)
         need = without_kv(sized, config, counted, longest_prompt, device, free)
-        if _leaves_room(sized, config, need, one, device, free):
+        if _leaves_room(sized, config, need, one, device, free - kept):
             return size
     return SIZES[-1]
 

@@ -43,8 +43,7 @@ def with_prefill_tokens(
 
     `counted` are its models; None: they are counted here, if they are needed. `free` are the bytes to plan with; None
     asks the device. Without `trains` the plan is for an instance alone; with it, the recipe of a cluster keeps `auto`.
-    The number is the same for the same memory, recipe and prompts. Call it before `with_micro_tokens`, which plans
-    beside the engine.
+    The number is the same for the same memory, recipe and prompts.
     """
     if recipe.rollout.prefill_tokens != "auto" or device.type != "cuda" or (recipe.runtime.type == "ray" and trains):
         return recipe

@@ -14,7 +14,7 @@ from stretto.training.trainer import LocalTrainer
 from stretto.types import Sample, Weights
 
 # The largest difference between engine and trainer that is rounding: of one token, plus a share of its log-probability;
-# and on average over the tokens of a trajectory. `docs/performance.md` has what was measured.
+# and on average over the tokens of a trajectory. `docs/performance/mismatch.md` has what was measured.
 TOLERANCES = {
     torch.float64: (1e-6, 0.0, 1e-7),
     torch.float32: (1e-3, 0.0, 1e-4),
