@@ -88,6 +88,7 @@ class Run:
         self._admitted = self._training_s = self._row_s = 0.0
         self._ended: list[float] = []
         self._ages: list[int] = []
+        self.batches: list[tuple[float, list[int]]] = []  # when each was taken, and the lengths of its trajectories
         self._done = False
         self._timeline = Timeline()
 
@@ -133,7 +134,9 @@ class Run:
                 self._owed += contexts * self._costs.prefill
                 self._events.append(m.Loaded(command.instance, command.version))
             case m.Train():
-                tokens = sum(self._length(each) for each in command.trajectories)
+                lengths = [self._length(each) for each in command.trajectories]
+                tokens = sum(lengths)
+                self.batches.append((self._now, lengths))
                 self._ages += [command.update - self._versions[each // GROUP] for each in command.trajectories]
                 self._trained += tokens
                 self._training, self._training_began = (command.update, tokens * self._costs.training), self._now

@@ -71,6 +71,28 @@ def test_rows_and_in_flight_close_admission_by_name():
     assert "4 groups have started and are not trained yet, and `rollout.in_flight` is 4" in run.wait("admission").reason
 
 
+def test_a_run_that_starts_ahead_has_one_batch_of_rows_until_its_first_batch_is_taken():
+    run = Run(batch=2, group_size=2, staleness=2, ahead=True)
+    assert (run.plan.rows, run.plan.in_flight) == (12, 6)
+    assert run.controller.ledger.num_active == 4
+    assert run.wait("admission").reason == (
+        "all rows are taken: 4 trajectories run or wait to run, and there are 4 until the first batch is taken"
+    )
+    run.finish(0)
+    assert [start.group for start in run.given(m.Start)] == [2], "its rows are free"
+    run.finish(1)
+    assert [train.update for train in run.given(m.Train)] == [0]
+    assert run.controller.ledger.num_active == 8, "two batches: the invariant allows no third before version 1"
+    run.update()
+    assert run.controller.ledger.num_active == 12
+
+
+def test_rows_of_the_recipe_that_are_fewer_than_a_batch_stay_fewer():
+    run = Run(batch=2, group_size=2, staleness=2, ahead=True, rows=2)
+    assert run.controller.ledger.num_active == 2
+    assert run.wait("admission").reason.endswith("and `rollout.rows` is 2")
+
+
 def test_drop_discards_exactly_what_would_be_too_old_and_takes_the_next_prompts():
     run = Run("drop", staleness=1, in_flight=5, rows=50)
     assert trains(run.finish(3, 1)) == [(0, (1, 3))]
@@ -332,6 +354,23 @@ def test_a_restored_run_resumes_rescores_and_trains_again_when_the_first_instanc
     assert controller.handle(m.Joined(5, 3)) == [m.Rescore(2), m.Train(0, (0, 1)), m.LoadVersion(5, 0)]
     assert controller.handle(m.Loaded(5, 0)) == [m.Resume(4, 0, 5), m.Resume(5, 0, 5)]
     assert trains(controller.handle(m.Updated(0)) + controller.handle(m.Scored(2, 1.0))) == [(1, (2, 3))]
+
+
+def test_a_restored_run_ramps_again_if_less_than_one_batch_is_outstanding():
+    options = {"batch": 2, "group_size": 2, "staleness": 2, "ahead": True}
+
+    def running_after_restore(snapshot):
+        controller = Controller.restore(Run(**options).plan, snapshot)
+        controller.handle(m.Joined(5, 8))
+        controller.handle(m.Loaded(5, controller.newest))
+        return controller.ledger.num_active
+
+    assert running_after_restore(record(Run(**options).controller)) == 12, "one batch is outstanding"
+    done = Run(**options, updates=1)
+    done.finish(0, 1)
+    done.update()
+    assert done.controller.finished
+    assert running_after_restore(record(done.controller)) == 4, "a finished run that is extended begins anew"
 
 
 def test_a_snapshot_is_refused_by_a_plan_that_does_not_fit_it():

@@ -46,6 +46,7 @@ def worlds(draw: st.DrawFn) -> World:
         filter_limit=draw(st.sampled_from([0, 0, 1, 3, 10 * batch])),
         replay_groups=draw(st.integers(1, 2 * batch)) if replays else 0,
         replay_uses=draw(st.integers(1, 3)) if replays else 0,
+        ahead=draw(st.booleans()),
     )
     return World(plan, draw(layouts(plan)), draw(behaviours()), draw(st.integers(0, 2**32)))
 

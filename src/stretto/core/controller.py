@@ -19,6 +19,7 @@ Who waits for what, and which event ends the wait:
 | trainer | the unfinished groups that the batch rule names, or `B` finished groups | `Scored`, or a failure for good |
 | trainer | a version that is not published yet | the publish, below |
 | admission | `rows` trajectories run or wait for an instance | `Generated`, `TurnEnded` |
+| admission | `ramps` only: one batch of them does, and none was taken yet | the first batch; `Generated`, `TurnEnded` |
 | admission | `rows` with those between turns, if memory is short | `Generated`; `LoadSampled` with enough memory |
 | admission | `in_flight` groups are due, or all that the run needs | the next batch; one replaced, filtered |
 | admission | the deadline invariant | the next batch; `Updated` (a newer version has a later deadline) |
@@ -95,6 +96,7 @@ class Controller:
         self.staleness = min(plan.staleness, 1) if plan.auto else plan.staleness  # K for groups admitted from now on
         self.next_update = first_version  # the next update whose batch is not yet taken
         self.next_group = 0
+        self.ramping = plan.ramps  # no batch was taken yet, of a run that began with less than one
         self.filtered_in_a_row = 0  # groups filtered since the last batch was taken
         self.reuse = ReuseBuffer(plan.replay_groups, plan.replay_uses)
         self.training: int | None = None  # the update that runs
@@ -156,6 +158,11 @@ class Controller:
         """The live versions, each with the number of its trajectories that do not have their last token."""
         ledger = self.ledger
         return {v: ledger.running.get(v, 0) + len(ledger.waiting.get(v, ())) for v in sorted(self.window.live)}
+
+    @property
+    def rows(self) -> int:
+        """The number of trajectories that should want tokens at once now."""
+        return self.plan.first_rows if self.ramping else self.plan.rows
 
     @property
     def admits_more(self) -> bool:
@@ -387,6 +394,7 @@ class Controller:
             if group.deadline < update:
                 raise TransitionError(f"group {group.id} was due by update {group.deadline}, not update {update}")
         ledger.take(groups)
+        self.ramping = False
         self.filtered_in_a_row = 0
         self.counters.replayed_groups += self.reuse.choose(update)
         self._train(update)

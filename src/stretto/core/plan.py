@@ -33,6 +33,7 @@ class Plan:
     reserve_groups: int = 0  # R: the most groups in reserve (`redundancy.py`)
     reserve_members: int = 0  # trajectories that a group starts with beyond `group_size`
     spread: Spread = "auto"  # over how many instances a group starts (`spreading.py`)
+    ramps: bool = False  # until the first batch is taken, one batch of trajectories runs; then `rows`
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("group_size", 1), ("staleness", 0), ("rows", 1), ("updates", 1)):
@@ -80,6 +81,15 @@ class Plan:
     def members(self) -> int:
         """The trajectories that a group starts with. Ids of trajectories are multiples of it."""
         return self.group_size + self.reserve_members
+
+    @property
+    def first_rows(self) -> int:
+        """`rows` until the first batch is taken.
+
+        If all of several batches started at once, the first batches would be sorted by length: the groups with the
+        shortest answers are done first.
+        """
+        return min(self.rows, (self.batch + self.reserve_groups) * self.members) if self.ramps else self.rows
 
     @property
     def redundant(self) -> bool:
@@ -131,8 +141,8 @@ def resolve_plan(
     """Returns a plan, with defaults for `rows`, `in_flight` and, if the paradigm fixes it, `staleness`.
 
     By default `BATCHES` batches are in flight, and one batch of rows runs. With `ahead`, `BATCHES_AHEAD` batches are in
-    flight and all of them run, or as many as `rows_at_most` rows hold. A paradigm that drops what is too old never
-    starts ahead: it would drop more.
+    flight and all of them run, or as many as `rows_at_most` rows hold, once the first batch is taken. A paradigm that
+    drops what is too old never starts ahead: it would drop more.
     """
     row = PARADIGMS.get(paradigm)
     if row is None:
@@ -145,7 +155,8 @@ def resolve_plan(
         staleness = row.staleness
     members, one_batch = group_size + reserve_members, (batch + reserve_groups) * (group_size + reserve_members)
     usual = batch if row.one_batch else min(math.ceil(BATCHES * batch), (staleness + 1) * batch)
-    if ahead and not row.one_batch and row.bounded_by == "deadlines":
+    ahead = ahead and not row.one_batch and row.bounded_by == "deadlines"
+    if ahead:
         if in_flight is None:
             most = min(BATCHES_AHEAD, staleness + 1) * batch
             fitting = rows if rows is not None else rows_at_most
@@ -173,6 +184,7 @@ def resolve_plan(
         reserve_groups=reserve_groups,
         reserve_members=reserve_members,
         spread=spread,
+        ramps=ahead,
     )
 
 

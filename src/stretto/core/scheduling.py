@@ -93,9 +93,11 @@ def resume(controller: Controller) -> None:
 def admit(controller: Controller) -> None:
     """Starts groups while the rules and the instances allow it. Closes admission if only another event can open it."""
     plan, ledger = controller.plan, controller.ledger
-    if ledger.num_active >= plan.rows or not (has_room_for_due(controller) or has_room_in_reserve(controller)):
+    if ledger.num_active >= controller.rows or not (has_room_for_due(controller) or has_room_in_reserve(controller)):
         return
-    while rows_taken(controller) < plan.rows and (has_room_for_due(controller) or has_room_in_reserve(controller)):
+    while rows_taken(controller) < controller.rows and (
+        has_room_for_due(controller) or has_room_in_reserve(controller)
+    ):
         place = None
         if not controller.without_slot:
             place = best_place(controller, lambda version: allows(controller, version))
@@ -275,7 +277,7 @@ def _top_up(controller: Controller) -> int:
     groups = max(0, groups)
     if deadline >= controller.next_update and has_room_in_reserve(controller):
         groups += plan.reserve_groups - len(ledger.reserve)
-    groups = min(groups, -(-(plan.rows - rows_taken(controller)) // plan.members))
+    groups = min(groups, -(-(controller.rows - rows_taken(controller)) // plan.members))
     return max(0, groups) * plan.members
 
 

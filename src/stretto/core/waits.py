@@ -114,14 +114,16 @@ def _closed(controller: Controller) -> str | None:
             f"{version} ({len(ledger.waiting[version])} trajectories)" for version in controller.without_slot
         )
         return f"trajectories of older versions go first, and no instance has a free slot for version {waiting}"
-    if ledger.num_active >= plan.rows:
+    limit = f"`rollout.rows` is {plan.rows}"
+    if controller.rows < plan.rows:
+        limit = f"there are {controller.rows} until the first batch is taken"
+    if ledger.num_active >= controller.rows:
         taken = f"{ledger.num_active} trajectories run or wait to run"
-        return f"all rows are taken: {taken}, and `rollout.rows` is {plan.rows}"
-    if scheduling.rows_taken(controller) >= plan.rows:
+        return f"all rows are taken: {taken}, and {limit}"
+    if scheduling.rows_taken(controller) >= controller.rows:
         return (
             f"all rows are taken: {ledger.num_active} trajectories run or wait to run, {ledger.num_between_turns} are "
-            f"between turns, and `rollout.rows` is {plan.rows}; those between turns keep their rows, because instances "
-            "are short of KV memory"
+            f"between turns, and {limit}; those between turns keep their rows, because instances are short of KV memory"
         )
     if ledger.num_due >= plan.in_flight and not scheduling.has_room_in_reserve(controller):
         return (
