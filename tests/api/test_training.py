@@ -107,18 +107,20 @@ def test_a_stopped_run_is_resumed_with_the_same_functions_and_rows_and_by_nothin
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"), [(RuntimeError, "RuntimeError: out of luck"), (KeyboardInterrupt, "interrupted")]
+    ("error", "outcome", "cause"),
+    [(RuntimeError, "failed", "RuntimeError: out of luck"), (KeyboardInterrupt, "stopped", None)],
 )
-def test_a_finished_run_whose_extension_ends_early_has_failed_with_its_cause_by_every_name(
+def test_a_finished_run_whose_extension_ends_early_has_failed_or_was_stopped_by_every_name(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: type[BaseException],
-    cause: str,
+    outcome: str,
+    cause: str | None,
 ) -> None:
-    options = {"training.steps": 1, "evaluation.prompts": 0}
-    run = stretto.train(tables(model), options, reward=letters, data=ROWS, out=tmp_path / "run", progress=False)
+    options, reward = {"training.steps": 1, "evaluation.prompts": 0}, local_letters()
+    run = stretto.train(tables(model), options, reward=reward, data=ROWS, out=tmp_path / "run", progress=False)
     outcomes, seen = list[str](), threading.Event()
 
     class Ends(Callback):
@@ -136,22 +138,25 @@ def test_a_finished_run_whose_extension_ends_early_has_failed_with_its_cause_by_
     monkeypatch.setattr("stretto.run.loop.Loop.run", ended)
     with pytest.raises(error):
         stretto.train(
-            tables(model), options | {"training.steps": 2}, reward=letters, data=ROWS, out=run.folder, resume=True,
+            tables(model), options | {"training.steps": 2}, reward=reward, data=ROWS, out=run.folder, resume=True,
             callbacks=[Ends()], progress=False,
         )  # fmt: skip
-    assert outcomes == ["running", "failed"]
+    assert outcomes == ["running", outcome]
     opened = stretto.open_run(run.folder)
-    assert (opened.outcome, opened.problem) == ("failed", cause)
+    assert (opened.outcome, opened.problem) == (outcome, cause)
     assert main(["list", str(tmp_path)]) == 0
     listed = capsys.readouterr().out.splitlines()[-1]
-    assert "  failed  " in listed
-    assert listed.endswith(cause)
+    assert f"  {outcome}  " in listed
+    assert listed.endswith(cause or "")
     assert main(["show", str(run.folder)]) == 0
-    assert f"1 of 2 updates, resumed once, failed: {cause}" in " ".join(capsys.readouterr().out.split())
+    said = f"{outcome}: {cause}" if cause else outcome
+    assert f"1 of 2 updates, resumed once, {said}" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", str(run.folder)]) == 0
-    assert "run failed" in capsys.readouterr().out
+    assert f"run {outcome}" in capsys.readouterr().out
+    log = (run.folder / "run.log").read_text(encoding="utf-8")
+    assert ("Traceback" in log) == (cause is not None)
     state = RunSource(run.folder).state()
-    assert (state["condition"], state["sessions"][-1]["error"]) == ("failed", cause)
+    assert (state["condition"], state["sessions"][-1]["error"]) == (outcome, cause)
 
 
 def test_a_function_of_a_module_gets_processes_of_its_own(model: Path, tmp_path: Path) -> None:

@@ -105,3 +105,27 @@ def test_the_record_of_a_status_is_json_and_does_not_grow_with_the_instances() -
     assert (record["running"], record["num_instances"], len(record["instances"])) == (8_000, 1_000, 64)
     assert (record["versions"], record["training"], record["waits"]) == ({"1": 3, "2": 5}, 1, list(STATUS.waits))
     assert len(json.dumps(record)) < 8_192
+
+
+def test_lines_say_what_a_quiet_run_does_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("stretto.observe.progress.time.monotonic", lambda: clock[0])
+    screen = io.StringIO()
+    plain = Plain(Console(file=screen, width=500), steps=60, quiet_s=20.0)
+    waits = ["admission: all rows are taken", "trainer: update 0: 1 of 2 groups are finished"]
+    status = replace(STATUS, update=0, training=None, waits=waits)
+    shown = []
+    for clock[0] in (110.0, 121.0, 130.0, 150.0, 162.0, 200.0):
+        plain.status(status)
+        shown.append(len(screen.getvalue().splitlines()))
+    assert shown == [0, 1, 1, 1, 2, 2]
+    plain.message("something else")
+    clock[0] = 221.0
+    plain.status(replace(status, training=3))
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == (
+        "waiting for update 1 of 60: 8 trajectories decode, 0 are queued, 0 tokens sampled so far; "
+        "trainer: update 0: 1 of 2 groups are finished"
+    )
+    assert lines[-1].startswith("training update 4 of 60: ")
+    assert len(lines) == 4

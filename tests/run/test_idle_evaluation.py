@@ -25,6 +25,7 @@ class Asks:
         self._reward_s = reward_s
 
     num_ended = 0
+    num_answers = 8
 
     async def evaluate(self, engine: Any, version: int, moment: str, checksum: str) -> Any:
         completion = await engine.generate(Request(-1, version, (1, 2), 0, Sampling(4)))
@@ -133,3 +134,9 @@ def test_the_last_try_raises_what_went_wrong() -> None:
 def test_it_says_so_if_no_instance_is_left_and_none_can_be_made() -> None:
     with pytest.raises(EngineError, match="there is no other instance"):
         evaluate([FakeEngine()], closed=1)
+
+
+def test_a_long_evaluation_tells_its_progress_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.run.idle_evaluation.FIRST_TOLD_S", 0.05)
+    asks = evaluate([FakeEngine()], takes_s=0.25, reward_s=5.0)
+    assert asks.said == ["evaluating version 0: 0 of 8 answers"] * 2, "after 0.05 and 0.15 s, and not after 0.1"

@@ -13,6 +13,7 @@ from stretto.recipe.planned_devices import PlannedDevices
 from stretto.recipe.reading import parse_recipe
 from stretto.recipe.schema import Recipe
 from stretto.setup import factories, vllm_engines
+from stretto.setup.counted_models import CountedModels, count_models
 from stretto.setup.device import CUDA, as_begun, device_limit, resolved, with_section
 from stretto.setup.memory import footprint
 from stretto.setup.memory_report import describe_memory
@@ -42,15 +43,28 @@ def recipe(lora: bool = True, prefill_tokens: int | str = "auto", **sections: An
     return parse_recipe({"model": model, "task": {"type": "countdown-chain"}, "rollout": rollout, **sections})
 
 
+COUNTED: dict[tuple[bool, int], CountedModels] = {}
+
+
+def counted_of(made: Recipe, config: Any) -> CountedModels:
+    """Counts a model once: all recipes here have the same adapters, or none."""
+    key = made.model.lora is None, id(config)
+    if key not in COUNTED:
+        COUNTED[key] = count_models(made, config, CUDA)
+    return COUNTED[key]
+
+
 def chosen(made: Recipe, free_gib: float, config: Any = QWEN_1_7B) -> Recipe:
-    return with_prefill_tokens(made, config, PROMPT, CUDA, free=int(free_gib * GIB))
+    counted = counted_of(made, config)
+    return with_prefill_tokens(made, config, PROMPT, CUDA, counted=counted, free=int(free_gib * GIB))
 
 
 def planned(made: Recipe, free_gib: float, config: Any = QWEN_1_7B) -> int | None:
     """The KV tokens of the plan with the micro-batches that memory has room for; None if the run is refused."""
-    made = with_micro_tokens(made, config, PROMPT, CUDA, free=int(free_gib * GIB))
+    counted, free = counted_of(made, config), int(free_gib * GIB)
+    made = with_micro_tokens(made, config, PROMPT, CUDA, counted=counted, free=free)
     try:
-        return footprint(made, config, PROMPT, CUDA, free=int(free_gib * GIB)).kv_tokens
+        return footprint(made, config, PROMPT, CUDA, counted=counted, free=free).kv_tokens
     except RecipeError:
         return None
 

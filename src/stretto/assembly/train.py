@@ -71,7 +71,7 @@ from stretto.run.folder_checks import (
 )
 from stretto.run.handle import RunHandle
 from stretto.run.idle_evaluation import evaluate_alone
-from stretto.run.interrupts import AGAIN, stopped_by_interrupts
+from stretto.run.interrupts import AGAIN, is_interrupt, stopped_by_interrupts
 from stretto.run.loop import Loop, Settings
 from stretto.run.loop_watchdog import warn_when_blocked
 from stretto.run.phases import Phases
@@ -191,9 +191,11 @@ def _told_the_end(listeners: Listeners, handle: RunHandle) -> Iterator[None]:
     """Tells the listeners how a run ended."""
     try:
         yield
-    finally:
+    except BaseException as error:
         if handle.outcome == "running":
-            handle.outcome = "failed"
+            handle.outcome = "stopped" if is_interrupt(error) else "failed"
+        raise
+    finally:
         listeners.close(handle.shown)
 
 
@@ -309,7 +311,7 @@ async def _train(
 
 @contextlib.contextmanager
 def _recorded_end(journal: Journal) -> Iterator[None]:
-    """Records in the journal the error that ends a session, where that can still be written."""
+    """Records in the journal the error or the interrupt that ends a session, where that can still be written."""
     try:
         yield
     except BaseException as error:
@@ -318,10 +320,10 @@ def _recorded_end(journal: Journal) -> Iterator[None]:
         raise
 
 
-def _cause(error: BaseException) -> str:
-    """Returns the first line of an error, with its type if that is not ours."""
-    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-        return "interrupted"
+def _cause(error: BaseException) -> str | None:
+    """Returns the first line of an error, with its type if that is not ours; None for an interrupt."""
+    if is_interrupt(error):
+        return None
     if isinstance(error, SystemExit):
         return f"its process ended with status {error.code}"
     line = first_line(error)

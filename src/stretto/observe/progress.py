@@ -18,6 +18,8 @@ from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 MOST_INSTANCES = 64  # whose load the journal keeps
+QUIET_S = 20.0  # without a line, until there is one that says what the run does
+MOST_QUIET_S = 320.0  # the same if nothing but such lines came before
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +151,45 @@ def _score(result: EvaluationResult | HeldOutScore) -> str:
     return "no score" if result.score is None else f"{result.score:.3f}"
 
 
-class Plain:
-    """Prints lines: for updates at most one every `every_s` seconds, and always the last."""
+def describe_status(status: Status, steps: int) -> str:
+    """Returns what a run does now as one line, for a time in which nothing ends."""
+    running, queued, tokens = (
+        sum(getattr(load, name) for load in status.loads) for name in ("running", "queued", "tokens")
+    )
+    does = f"waiting for update {status.update + 1} of {steps}"
+    if status.training is not None:
+        does = f"training update {status.training + 1} of {steps}"
+    text = f"{does}: {running:,} trajectories decode, {queued:,} are queued, {tokens:,} tokens sampled so far"
+    return next((f"{text}; {wait}" for wait in status.waits if wait.startswith("trainer: ")), text)
 
-    def __init__(self, console: Console, steps: int, every_s: float = 2.0) -> None:
+
+class Plain:
+    """Prints lines: for updates at most one every `every_s` seconds, and always the last.
+
+    After `quiet_s` seconds without a line it prints what the run does; the next such line takes twice as long, up to
+    `MOST_QUIET_S`, until something else is printed.
+    """
+
+    def __init__(self, console: Console, steps: int, every_s: float = 2.0, quiet_s: float = QUIET_S) -> None:
         self._console = console
         self._steps = steps
         self._every_s = every_s
         self._shown_at = 0.0
+        self._first_quiet_s = self._quiet_s = quiet_s
+        self._printed_at = time.monotonic()
 
     def message(self, text: str) -> None:
-        self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
+        self._quiet_s = self._first_quiet_s
+        self._print(text)
 
     def status(self, status: Status) -> None:
-        pass
+        if time.monotonic() - self._printed_at >= self._quiet_s:
+            self._print(describe_status(status, self._steps))
+            self._quiet_s = min(2 * self._quiet_s, MOST_QUIET_S)
+
+    def _print(self, text: str) -> None:
+        self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
+        self._printed_at = time.monotonic()
 
     def updated(self, line: Mapping[str, Any]) -> None:
         for warning in line.get("warnings", ()):

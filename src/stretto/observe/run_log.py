@@ -8,6 +8,7 @@ escaped, as on the terminal. A log that cannot be written never ends a run: it i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -56,6 +57,9 @@ class RunLog(logging.Handler):
             place.addHandler(handler)
         try:
             yield
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self.say("the run was interrupted")
+            raise
         except BaseException as error:
             self.say(f"the run ended with {''.join(traceback.format_exception(error)).rstrip()}", "ERROR")
             raise

@@ -109,6 +109,11 @@ class Evaluator:
         self._answers: tuple[EvaluationResult, list[HeldOutAnswer]] | None = None  # of the last evaluation
         self.num_ended = 0  # episodes, scored or failed, of all evaluations
 
+    @property
+    def num_answers(self) -> int:
+        """The episodes of one evaluation."""
+        return self._count * (2 if self._greedy else 1)
+
     async def evaluate(
         self, engine: Engine, version: int, moment: Moment, checksum: str | None = None
     ) -> EvaluationResult:

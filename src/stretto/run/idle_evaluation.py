@@ -6,6 +6,8 @@ The loop evaluates the versions between these two (`run/evaluation.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from stretto.engines.protocol import Engine
 from stretto.errors import EngineError
@@ -18,6 +20,7 @@ from stretto.run.version_loader import send
 from stretto.types import EvaluationResult, Moment, Weights, WeightsRef
 
 TRIES = 3  # of one evaluation, each on another instance
+FIRST_TOLD_S, LAST_TOLD_S = 20.0, 320.0  # between two messages on its progress; each wait is twice the one before
 
 
 async def evaluate_alone(
@@ -39,7 +42,8 @@ async def evaluate_alone(
     for attempt in range(TRIES):
         id, engine = next(iter(pool.engines.items()), None) or await pool.add()
         try:
-            result = await _evaluate_on(id, engine, evaluator, weights, moment, instance_s, reward_s)
+            async with _told(evaluator, weights.version, observer):
+                result = await _evaluate_on(id, engine, evaluator, weights, moment, instance_s, reward_s)
             break
         except EngineError as error:
             await pool.remove(id)
@@ -48,6 +52,26 @@ async def evaluate_alone(
             observer.message(f"instance {id} was lost while it evaluated: {error}; another does it")
     evaluator.record(result, tally.evaluated(result))
     observer.evaluated(result)
+
+
+@contextlib.asynccontextmanager
+async def _told(evaluator: Evaluator, version: int, observer: Observer) -> AsyncIterator[None]:
+    """Has the observer say every now and then how many answers there are."""
+    before, answers = evaluator.num_ended, evaluator.num_answers
+
+    async def tell() -> None:
+        wait_s = FIRST_TOLD_S
+        while True:
+            await asyncio.sleep(wait_s)
+            observer.message(f"evaluating version {version}: {evaluator.num_ended - before} of {answers} answers")
+            wait_s = min(2 * wait_s, LAST_TOLD_S)
+
+    telling = asyncio.create_task(tell(), name=f"tell the progress of evaluating version {version}")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 async def _evaluate_on(

@@ -2,7 +2,7 @@
 
 | Ctrl-C                     | what it does                                                       | status |
 |----------------------------|--------------------------------------------------------------------|--------|
-| while it starts            | ends the run                                                       | 130    |
+| while it starts            | ends the run, which counts as stopped                              | 130    |
 | while it runs              | stops at the next update boundary; again: ends the process at once | 130    |
 | after the last update      | ends the run; `--resume` writes the policy                         | 130    |
 | during the last evaluation | skips it; the run is finished                                      | 0      |
@@ -57,6 +57,11 @@ def handled(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """True if the user or a program ended the run, and not a fault."""
+    return isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
 
 
 def ignore_interrupts() -> None:

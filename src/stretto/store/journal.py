@@ -142,8 +142,11 @@ class Journal:
         self._writer.record(run_writes.begin, facts, at, recipe)
         self._has_session = True
 
-    def ended_by(self, error: str, at: float) -> None:
-        """Ends the session of this process by an error, unless it has ended or never began."""
+    def ended_by(self, error: str | None, at: float) -> None:
+        """Ends the session of this process by an error, or by an interrupt (None), unless it has ended or never began.
+
+        A session that was interrupted counts as stopped.
+        """
         if self._has_session:  # otherwise the last session is that of another process
             self._writer.record(run_writes.ended_by, error, at)
 

@@ -60,12 +60,11 @@ def finished(db: sqlite3.Connection, stopped: bool, at: float, totals: Mapping[s
     )
 
 
-def ended_by(db: sqlite3.Connection, error: str, at: float) -> None:
-    """Ends the session by an error, unless it has ended already."""
+def ended_by(db: sqlite3.Connection, error: str | None, at: float) -> None:
+    """Ends the session by an error, or by an interrupt (None), unless it has ended already."""
     db.execute(
-        f"UPDATE sessions SET ended_at = ?, outcome = 'failed', error = ? WHERE session = {_SESSION} "
-        "AND outcome IS NULL",
-        (at, error),
+        f"UPDATE sessions SET ended_at = ?, outcome = ?, error = ? WHERE session = {_SESSION} AND outcome IS NULL",
+        (at, "stopped" if error is None else "failed", error),
     )
 
 
