@@ -85,3 +85,25 @@ def test_a_staleness_of_0_is_not_to_be_lowered() -> None:
     )
     for rollout in ({"staleness": 0}, {"paradigm": "synchronous"}, {"paradigm": "one-step-off"}):
         assert "staleness" not in remedies(recipe(lora=True, rollout=rollout), 40)
+
+
+def test_changes_that_are_enough_alone_are_named_with_their_values() -> None:
+    made = recipe(lora=True, rollout={"prompts": 32, "group": 8, "max_tokens": 512})
+    enough = "Each of these alone is enough: "
+    said = {}
+    for gib in (8, 18):
+        with pytest.raises(RecipeError) as refused:
+            footprint(made, BILLIONS, 250, CUDA, free=gib * GIB)
+        said[gib] = str(refused.value)
+    assert enough not in said[8], "no change of one option is enough there"
+    changes = said[18].partition(enough)[2]
+    assert "`training.checkpointing = true`" in changes
+    assert "`training.micro_tokens = 4096`" in changes
+    for change in ({"checkpointing": True}, {"micro_tokens": 4_096}):
+        footprint(
+            recipe(lora=True, rollout={"prompts": 32, "group": 8, "max_tokens": 512}, training=change),
+            BILLIONS,
+            250,
+            CUDA,
+            free=18 * GIB,
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stretto.errors import RecipeError, shortened
 
+SAFE_SHARE = 0.93  # of a card, that is left on a machine with a desktop
 FORM = re.compile(r"(\d{1,6}) ?x ?(\d{1,6}(?:\.\d{1,6})?) ?(GiB|GB)", re.ASCII | re.IGNORECASE)
 EXAMPLE = "such as `8x141GiB` for eight GPUs of 141 GiB"
 
@@ -31,7 +32,8 @@ class PlannedDevices:
         if found[3].lower() == "gb":
             raise RecipeError(
                 f"{said}: sizes are in GiB, as `stretto doctor` prints them. A card that is sold with {size:g} GB has "
-                f"about {size:g} GiB: write `{count}x{size:g}GiB`"
+                f"about {size:g} GiB, of which the driver and a desktop take some: write `{count}x{size:g}GiB`, or "
+                f"`{count}x{int(SAFE_SHARE * size)}GiB` to be safe"
             )
         if count < 1 or size <= 1:
             raise RecipeError(f"{said}: there must be at least one GPU, of more than 1 GiB; write them {EXAMPLE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ def advice_on(recipe: Recipe, planned: PlannedMemory, need: Footprint, free: int
     if need.one_base > (free / device_part(recipe) if share_limits(recipe) else free):
         return weights_alone(need) + ", or raise `engine.tensor_parallel`" * cut
     advice = remedies(recipe, planned.longest_prompt, trains=planned.trains, here=here)
+    if enough := _enough_alone(recipe, planned):
+        advice += f". Each of these alone is enough: {', '.join(f'`{change}`' for change in enough)}"
     if recipe.engine.type != "vllm" or recipe.runtime.type != "local":
         return advice
     least = _least_options(recipe)
@@ -84,6 +87,32 @@ def advice_on(recipe: Recipe, planned: PlannedMemory, need: Footprint, free: int
             more = "" if each is native else " with `training.checkpointing = true`"
             return f'{advice}. `engine.type = "native"` would fit{more}{" and" * bool(more and share)}{without_share}'
     return advice
+
+
+def _enough_alone(recipe: Recipe, planned: PlannedMemory) -> list[str]:
+    """Returns changes of one option each with which the run would fit; of a number, the largest that does."""
+    tried: list[tuple[str, Iterable[Any]]] = []
+    if planned.trains:
+        tried.append(("training.checkpointing", () if recipe.training.checkpointing else (True,)))
+        if holds_several(recipe, planned.longest_prompt):
+            tried.append(("training.micro_tokens", _halves(recipe.training.micro_batch_tokens, LEAST_MICRO_TOKENS)))
+    tried.append(("rollout.rows", _halves(recipe.plan.rows, 1)))
+    if recipe.paradigm.staleness is None and not recipe.plan.auto and recipe.rollout.in_flight is None:
+        tried.append(("rollout.staleness", range(recipe.plan.staleness - 1, -1, -1)))
+    enough = []
+    for key, values in tried:
+        section, _, name = key.partition(".")
+        for value in values:
+            if planned.fits(with_section(recipe, section, **{name: value})):
+                enough.append(f"{key} = {str(value).lower()}")
+                break
+    return enough
+
+
+def _halves(size: int, least: int) -> Iterator[int]:
+    """Iterates over a half, a quarter and so on, down to `least`."""
+    while (size := size // 2) >= least:
+        yield size
 
 
 def _least_options(recipe: Recipe) -> Recipe:
