@@ -43,6 +43,8 @@ def test_a_recipe_that_does_not_exist_names_the_shipped_one_that_was_meant(
         assert f"recipe `{typed}` does not exist; `quickstart` is one that comes with" in capsys.readouterr().err
     with pytest.raises(RecipeError, match=r"recipe `nothing-like-it.toml` does not exist$"):
         load_recipe("nothing-like-it.toml")
+    with pytest.raises(RecipeError, match=r"recipe `zzz` does not exist; those that come with .*, `quickstart`, "):
+        load_recipe("zzz")
 
 
 def test_a_shipped_recipe_takes_rows_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

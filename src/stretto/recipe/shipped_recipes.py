@@ -43,9 +43,14 @@ def found(recipe: Path) -> Path:
 
 
 def missing(recipe: Path) -> str:
-    """Returns a sentence for a recipe that does not exist, with the shipped one that was perhaps meant."""
+    """Returns a sentence for a recipe that does not exist, with the shipped one that was perhaps meant.
+
+    A name alone, which can only be that of a shipped recipe, gets all of them.
+    """
     near = difflib.get_close_matches(recipe.stem, names(), n=1, cutoff=0.6)
     hint = f"; `{near[0]}` is one that comes with the package" if near else ""
+    if not near and recipe.name == str(recipe) and not recipe.suffix:
+        hint = f"; those that come with the package are {', '.join(f'`{name}`' for name in names())}"
     return f"recipe `{recipe}` does not exist{hint}"
 
 
