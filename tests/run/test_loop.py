@@ -43,14 +43,15 @@ from stretto.types import Batch, Completion, EvaluationResult, Prompt, Request, 
 
 
 @pytest.mark.parametrize("environment", [InProcess, direct])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("paradigm", list(PARADIGMS))
 def test_every_paradigm_runs_to_its_end_and_verifies(
-    paradigm: str, environment: Callable[[], Environment], tmp_path: Path
+    paradigm: str, ahead: bool, environment: Callable[[], Environment], tmp_path: Path
 ) -> None:
     bench = Bench(
         tmp_path,
-        plan(paradigm, evaluate_every=2),
-        engines=[FakeEngine(rows=12, step_s=0.0005, sigma=1.3)],
+        plan(paradigm, evaluate_every=2, ahead=ahead),
+        engines=[FakeEngine(rows=36 if ahead else 12, step_s=0.0005, sigma=1.3)],
         trainer=FakeTrainer(update_s=0.005),
         environment=environment(),
     )
