@@ -222,7 +222,7 @@ def test_an_interrupt_while_a_run_starts_in_a_running_event_loop_ends_it(
             asyncio.run(cell())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert stretto.open_run(tmp_path / "run").outcome == "failed"
+    assert stretto.open_run(tmp_path / "run").outcome == "stopped"
 
 
 def test_it_works_in_a_thread_and_is_opened_and_stopped_from_another(model: Path, tmp_path: Path) -> None:

@@ -424,7 +424,7 @@ class Laws:
             check_index(
                 self.controller.instances,
                 pinned=self.plan.paradigm.pinned,
-                target=self.plan.most_running,
+                target=self.controller.most_running,
                 oldest=self.newest - self.controller.staleness // 2,
                 refused=self.newest - 1,
             )

@@ -87,6 +87,12 @@ def test_a_run_that_starts_ahead_has_one_batch_of_rows_until_its_first_batch_is_
     assert run.controller.ledger.num_active == 12
 
 
+def test_instances_share_the_one_batch_of_rows():
+    run = Run(batch=4, group_size=2, staleness=2, ahead=True, instances=(8, 8))
+    loads = [instance.load for instance in run.controller.instances.staying]
+    assert loads == [4, 4]
+
+
 def test_rows_of_the_recipe_that_are_fewer_than_a_batch_stay_fewer():
     run = Run(batch=2, group_size=2, staleness=2, ahead=True, rows=2)
     assert run.controller.ledger.num_active == 2
@@ -365,7 +371,11 @@ def test_a_restored_run_ramps_again_if_less_than_one_batch_is_outstanding():
         controller.handle(m.Loaded(5, controller.newest))
         return controller.ledger.num_active
 
-    assert running_after_restore(record(Run(**options).controller)) == 12, "one batch is outstanding"
+    begun = Run(**options)
+    assert running_after_restore(record(begun.controller)) == 4, "no batch was taken yet"
+    begun.finish(0, 1)
+    begun.update()
+    assert running_after_restore(record(begun.controller)) == 12
     done = Run(**options, updates=1)
     done.finish(0, 1)
     done.update()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stretto.observe.progress import LEGEND, Plain, Status, Terminal, make_observer
+from stretto.observe.progress import LEGEND, Plain, Status, Terminal, describe_status, make_observer
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 LINE: dict[str, Any] = {
@@ -124,8 +124,14 @@ def test_lines_say_what_a_quiet_run_does_ever_more_rarely(monkeypatch: pytest.Mo
     plain.status(replace(status, training=3))
     lines = screen.getvalue().splitlines()
     assert lines[0] == (
-        "waiting for update 1 of 60: 8 trajectories decode, 0 are queued, 0 tokens sampled so far; "
-        "trainer: update 0: 1 of 2 groups are finished"
+        "waiting for update 1 of 60: 8 trajectories decode with 100 tokens of context, 0 are queued; "
+        "1 of 2 groups are finished"
     )
     assert lines[-1].startswith("training update 4 of 60: ")
     assert len(lines) == 4
+
+
+def test_after_the_last_update_a_quiet_run_waits_for_its_end() -> None:
+    said = describe_status(replace(STATUS, update=4, waits=["finish: the evaluation of version 2 runs"]), 4)
+    assert said.startswith("all updates are done: 8 trajectories decode")
+    assert said.endswith("; the evaluation of version 2 runs")

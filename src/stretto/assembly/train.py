@@ -181,7 +181,13 @@ def train(
         make = _backend_maker(recipe, model_path, driver, folder, observer, phases, counted)
         for note in driver.inputs.notes(recipe):
             observer.message(note)
-        summary = asyncio.run(_train(phases, changes, handle, make, observer, listeners, lock, resume, give_up, given))
+        training = _train(phases, changes, handle, make, observer, listeners, lock, resume, give_up, given)
+        try:
+            summary = asyncio.run(training)
+        except asyncio.CancelledError as error:
+            if handle.interrupted:  # as Ctrl-C, from another thread
+                raise KeyboardInterrupt from error
+            raise
         handle.outcome = "stopped" if summary["stopped"] else "finished"
         return summary
 

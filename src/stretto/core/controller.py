@@ -96,7 +96,7 @@ class Controller:
         self.staleness = min(plan.staleness, 1) if plan.auto else plan.staleness  # K for groups admitted from now on
         self.next_update = first_version  # the next update whose batch is not yet taken
         self.next_group = 0
-        self.ramping = plan.ramps  # no batch was taken yet, of a run that began with less than one
+        self.ramping = plan.ramps  # no batch was taken yet since the run began, or since it continued with nearly none
         self.filtered_in_a_row = 0  # groups filtered since the last batch was taken
         self.reuse = ReuseBuffer(plan.replay_groups, plan.replay_uses)
         self.training: int | None = None  # the update that runs
@@ -163,6 +163,11 @@ class Controller:
     def rows(self) -> int:
         """The number of trajectories that should want tokens at once now."""
         return self.plan.first_rows if self.ramping else self.plan.rows
+
+    @property
+    def most_running(self) -> int:
+        """The number of trajectories that want tokens at most now, approximately."""
+        return min(self.rows, self.plan.most_trajectories)
 
     @property
     def admits_more(self) -> bool:

@@ -107,11 +107,6 @@ class Plan:
         return (self.in_flight + self.reserve_groups) * self.members
 
     @property
-    def most_running(self) -> int:
-        """The number of trajectories that want tokens at most, approximately."""
-        return min(self.rows, self.most_trajectories)
-
-    @property
     def slots(self) -> int:
         """The version slots that the instances must have together, including the one of evaluation."""
         return slots_needed(self.paradigm, self.staleness, evaluates=self.evaluate_every > 0)

@@ -168,7 +168,7 @@ def best_place(controller: Controller, allows: Callable[[int], bool]) -> tuple[I
     updates that a group may wait are left to it. The trainer would have to wait for a group that is due at once.
     """
     oldest = controller.newest - controller.staleness // 2 if controller.plan.paradigm.pinned else 0
-    return controller.instances.best_place(controller.plan.most_running, oldest, allows)
+    return controller.instances.best_place(controller.most_running, oldest, allows)
 
 
 def allows(controller: Controller, version: int) -> bool:

@@ -92,7 +92,7 @@ def restore(controller: Controller, snapshot: Snapshot) -> None:
     if plan.updates < needed:
         raise ValueError(f"`updates` is {plan.updates}, but the groups that were started already need {needed}")
     controller.next_update = snapshot.next_update
-    controller.ramping = plan.ramps and len(snapshot.outstanding) < plan.batch
+    controller.ramping = plan.ramps and (snapshot.next_update == 0 or len(snapshot.outstanding) < plan.batch)
     controller.next_group = snapshot.next_group
     controller.window = VersionWindow(snapshot.newest, snapshot.live)
     if plan.auto:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from stretto.observe.symptoms import is_without_signal
 from stretto.types import EngineStats, EvaluationResult, HeldOutScore
 
 MOST_INSTANCES = 64  # whose load the journal keeps
+UPDATE_NUMBER = re.compile(r"^update \d+: ")  # of a wait, which counts from 0
 QUIET_S = 20.0  # without a line, until there is one that says what the run does
 MOST_QUIET_S = 320.0  # the same if nothing but such lines came before
 
@@ -153,14 +155,15 @@ def _score(result: EvaluationResult | HeldOutScore) -> str:
 
 def describe_status(status: Status, steps: int) -> str:
     """Returns what a run does now as one line, for a time in which nothing ends."""
-    running, queued, tokens = (
-        sum(getattr(load, name) for load in status.loads) for name in ("running", "queued", "tokens")
+    running, queued, kv_tokens = (
+        sum(getattr(load, name) for load in status.loads) for name in ("running", "queued", "kv_tokens")
     )
-    does = f"waiting for update {status.update + 1} of {steps}"
+    does = "all updates are done" if status.update >= steps else f"waiting for update {status.update + 1} of {steps}"
     if status.training is not None:
         does = f"training update {status.training + 1} of {steps}"
-    text = f"{does}: {running:,} trajectories decode, {queued:,} are queued, {tokens:,} tokens sampled so far"
-    return next((f"{text}; {wait}" for wait in status.waits if wait.startswith("trainer: ")), text)
+    text = f"{does}: {running:,} trajectories decode with {kv_tokens:,} tokens of context, {queued:,} are queued"
+    reasons = (wait.partition(": ")[2] for wait in status.waits if wait.startswith(("trainer: ", "finish: ")))
+    return next((f"{text}; {UPDATE_NUMBER.sub('', reason)}" for reason in reasons), text)
 
 
 class Plain:

@@ -8,7 +8,6 @@ escaped, as on the terminal. A log that cannot be written never ends a run: it i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -57,7 +56,7 @@ class RunLog(logging.Handler):
             place.addHandler(handler)
         try:
             yield
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except KeyboardInterrupt:
             self.say("the run was interrupted")
             raise
         except BaseException as error:

@@ -29,14 +29,14 @@ class PlannedDevices:
                 f"{said}, which is not COUNTxSIZE: write the number of GPUs and the size of one, {EXAMPLE}"
             )
         count, size = int(found[1]), float(found[2])
-        if found[3].lower() == "gb":
-            raise RecipeError(
-                f"{said}: sizes are in GiB, as `stretto doctor` prints them. A card that is sold with {size:g} GB has "
-                f"about {size:g} GiB, of which the driver and a desktop take some: write `{count}x{size:g}GiB`, or "
-                f"`{count}x{int(SAFE_SHARE * size)}GiB` to be safe"
-            )
         if count < 1 or size <= 1:
             raise RecipeError(f"{said}: there must be at least one GPU, of more than 1 GiB; write them {EXAMPLE}")
+        if found[3].lower() == "gb":
+            safe = f", or `{count}x{int(SAFE_SHARE * size)}GiB` to be safe" if SAFE_SHARE * size >= 2 else ""
+            raise RecipeError(
+                f"{said}: sizes are in GiB, as `stretto doctor` prints them. A card that is sold with {size:g} GB has "
+                f"about {size:g} GiB, of which the driver and a desktop take some: write `{count}x{size:g}GiB`{safe}"
+            )
         return cls(count, size)
 
     def __str__(self) -> str:

@@ -71,7 +71,9 @@ async def _told(evaluator: Evaluator, version: int, observer: Observer) -> Async
         yield
     finally:
         telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        (ended,) = await asyncio.gather(telling, return_exceptions=True)
+        if isinstance(ended, Exception):  # what it says could not be said; a cancellation is no `Exception`
+            raise ended
 
 
 async def _evaluate_on(

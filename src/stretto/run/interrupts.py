@@ -60,8 +60,17 @@ def handled(handlers: Mapping[signal.Signals, Callable[..., None]]) -> Iterator[
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """True if the user or a program ended the run, and not a fault."""
-    return isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+    """True if the user or a program ended the run, and not a fault.
+
+    Inside of the event loop an interrupt is a request to cancel the current task. A cancellation without one is a
+    fault.
+    """
+    if not isinstance(error, asyncio.CancelledError):
+        return isinstance(error, KeyboardInterrupt)
+    with contextlib.suppress(RuntimeError):  # there is no event loop
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False
 
 
 def ignore_interrupts() -> None:

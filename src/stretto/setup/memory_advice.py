@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stretto.errors import RecipeError, first_line
+from stretto.recipe.reading import load_recipe
 from stretto.recipe.schema import PREFILL_TOKENS, Recipe
 from stretto.setup.counted_models import CountedModels
 from stretto.setup.device import with_section
@@ -90,7 +91,10 @@ def advice_on(recipe: Recipe, planned: PlannedMemory, need: Footprint, free: int
 
 
 def _enough_alone(recipe: Recipe, planned: PlannedMemory) -> list[str]:
-    """Returns changes of one option each with which the run would fit; of a number, the largest that does."""
+    """Returns changes of one option each with which the recipe is valid and the run fits.
+
+    Of a number, they have the first of its halves, or of lower values, that does.
+    """
     tried: list[tuple[str, Iterable[Any]]] = []
     if planned.trains:
         tried.append(("training.checkpointing", () if recipe.training.checkpointing else (True,)))
@@ -103,10 +107,18 @@ def _enough_alone(recipe: Recipe, planned: PlannedMemory) -> list[str]:
     for key, values in tried:
         section, _, name = key.partition(".")
         for value in values:
-            if planned.fits(with_section(recipe, section, **{name: value})):
+            if planned.fits(with_section(recipe, section, **{name: value})) and _is_valid(recipe, key, value):
                 enough.append(f"{key} = {str(value).lower()}")
                 break
     return enough
+
+
+def _is_valid(recipe: Recipe, key: str, value: Any) -> bool:
+    try:
+        load_recipe(recipe, {key: value})
+    except RecipeError:
+        return False
+    return True
 
 
 def _halves(size: int, least: int) -> Iterator[int]:
