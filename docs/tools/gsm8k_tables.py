@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from docs.tools.measured_tables import (
     find_cell,
     held_out,
     hundredth,
+    mean,
     mean_age,
     mean_of,
     of_trl,
@@ -37,6 +39,7 @@ from docs.tools.measured_tables import (
 
 SYNCHRONOUS: Mapping[str, Any] = {"paradigm": "synchronous"}
 ASYNCHRONOUS: Mapping[str, Any] = {"paradigm": "multi-version"}
+WHOLE_TEST = 1_319  # problems
 MOST_TOKENS = 4_096  # of an answer in the runs with a long tail
 
 SPEED: Mapping[str, Figure] = {
@@ -101,17 +104,9 @@ def front_page() -> str:
     """The table of README.md: means over the seeds of `K = 2`, and TRL."""
     runs = [_large("", seed=seed, **ASYNCHRONOUS) for seed in (0, 1)]
     trl = _trl_large("TRL")
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    def score(run: Run, name: str) -> float:
-        assert run.test is not None
-        return float(run.test["results"][name])
-
     updates = int(trl.training["results"]["updates"])
     at = [each for run in runs if (each := run.score(updates)) is not None]
-    before, greedy = score(runs[0], "before_sampled"), score(runs[0], "before_greedy")
+    before, greedy = _test_score(runs[0], "before_sampled"), _test_score(runs[0], "before_greedy")
     last, wall = runs[0].training["results"]["updates"], mean([run.training["results"]["wall_s"] for run in runs])
     rows = [
         [
@@ -127,20 +122,25 @@ def front_page() -> str:
         [
             f"accuracy then, {at[0]['num_scored']:,} problems",
             thousandth(mean([each["score"] for each in at])),
-            thousandth(score(trl, "after_sampled")),
+            thousandth(_test_score(trl, "after_sampled")),
         ],
         [
             f"accuracy after {last} updates, {whole(wall)} seconds ({thousandth(before)} before)",
-            thousandth(mean([score(run, "after_sampled") for run in runs])),
+            thousandth(mean([_test_score(run, "after_sampled") for run in runs])),
             "",
         ],
         [
             f"the same, greedy ({thousandth(greedy)} before)",
-            thousandth(mean([score(run, "after_greedy") for run in runs])),
+            thousandth(mean([_test_score(run, "after_greedy") for run in runs])),
             "",
         ],
     ]
     return as_markdown(["", "Stretto, `K = 2` (means of two seeds)", "TRL"], rows)
+
+
+def _test_score(run: Run, name: str) -> float:
+    assert run.test is not None
+    return float(run.test["results"][name])
 
 
 # -- 0.5B --------------------------------------------------------------------------------------------------------------
@@ -224,6 +224,29 @@ def ages() -> str:
         **TEST_AFTER,
     }
     return figures_of(runs, figures)
+
+
+def costs_of_age() -> str:
+    """Points that seed 0 loses by age on the whole test, against `synchronous`."""
+    base = _synchronous()
+    runs = [
+        _age_1("`K = 1`"),
+        _full_512("`K = 2`, 512 rows"),
+        _full_1536("`K = 2`, 1,536 rows"),
+        _age_4("`K = 4`, everything in flight"),
+        _full_4608("`K = 8`, everything in flight"),
+    ]
+    rows = []
+    for run in runs:
+        cells = [run.heading, mean_age(run)]
+        for name in ("after_sampled", "after_greedy"):
+            one, other = _test_score(run, name), _test_score(base, name)
+            error = math.sqrt((one * (1 - one) + other * (1 - other)) / WHOLE_TEST)
+            cells += [f"{100 * (one - other):+.1f}", f"{100 * error:.1f}"]
+        rows.append(cells)
+    return as_markdown(
+        ["", "mean age", "points, temperature 1", "standard error", "points, greedy", "standard error"], rows
+    )
 
 
 def _rewards(*runs: Run) -> str:
@@ -395,6 +418,7 @@ def tail_curve() -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"gsm8k": front_page},
     "docs/performance.md": {
+        "gsm8k-costs-of-age": costs_of_age,
         "gsm8k-runs": large_runs,
         "gsm8k-curve": large_curve,
         "gsm8k-curve-trl": large_curve_of_trl,

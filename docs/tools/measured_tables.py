@@ -126,7 +126,7 @@ def mean_of(name: str, first: int, last: int, show: Callable[[float], str]) -> F
     """Returns the mean over the updates `first` to `last`, which count from 1."""
 
     def figure(run: Run) -> str:
-        return show(_mean(each[name] for each in run.updates[first - 1 : last]))
+        return show(mean(each[name] for each in run.updates[first - 1 : last]))
 
     return figure
 
@@ -150,7 +150,7 @@ def rewards_of_versions(first: int, last: int | None) -> Figure:
     def figure(run: Run) -> str:
         versions = [(round(each["update"] - each["staleness_mean"]), each["reward_mean"]) for each in run.updates]
         found = [reward for version, reward in versions if first <= version and (last is None or version <= last)]
-        return thousandth(_mean(found)) if len(found) >= FEWEST_UPDATES else ""
+        return thousandth(mean(found)) if len(found) >= FEWEST_UPDATES else ""
 
     return figure
 
@@ -175,7 +175,8 @@ def _shown(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
+    """Returns the mean of some values, of which there must be one at least."""
     found = list(values)
     return sum(found) / len(found)
 
