@@ -96,7 +96,7 @@ class Controller:
         self.staleness = min(plan.staleness, 1) if plan.auto else plan.staleness  # K for groups admitted from now on
         self.next_update = first_version  # the next update whose batch is not yet taken
         self.next_group = 0
-        self.ramping = plan.ramps  # no batch was taken yet since the run began, or since it continued with nearly none
+        self.ramping = plan.ramps  # no batch was taken since the run began, or since it continued with less than one
         self.filtered_in_a_row = 0  # groups filtered since the last batch was taken
         self.reuse = ReuseBuffer(plan.replay_groups, plan.replay_uses)
         self.training: int | None = None  # the update that runs

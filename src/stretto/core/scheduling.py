@@ -92,12 +92,10 @@ def resume(controller: Controller) -> None:
 
 def admit(controller: Controller) -> None:
     """Starts groups while the rules and the instances allow it. Closes admission if only another event can open it."""
-    plan, ledger = controller.plan, controller.ledger
-    if ledger.num_active >= controller.rows or not (has_room_for_due(controller) or has_room_in_reserve(controller)):
+    plan, ledger, rows = controller.plan, controller.ledger, controller.rows
+    if ledger.num_active >= rows or not (has_room_for_due(controller) or has_room_in_reserve(controller)):
         return
-    while rows_taken(controller) < controller.rows and (
-        has_room_for_due(controller) or has_room_in_reserve(controller)
-    ):
+    while rows_taken(controller) < rows and (has_room_for_due(controller) or has_room_in_reserve(controller)):
         place = None
         if not controller.without_slot:
             place = best_place(controller, lambda version: allows(controller, version))

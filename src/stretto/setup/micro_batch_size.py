@@ -59,7 +59,7 @@ def fitting_size(
 ) -> int:
     """Returns the largest of `SIZES` that leaves enough for KV, or the smallest if none does.
 
-    `kept` bytes of those that are free are for others.
+    `kept` are bytes that stay free for something else.
     """
     one = longest_trajectory(recipe, longest_prompt)
     batch = batch_tokens(recipe, one)
