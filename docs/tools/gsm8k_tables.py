@@ -362,11 +362,6 @@ def tail() -> str:
     runs = [_tail_full("`K = 4`, everything in flight, 512 rows"), _tail_synchronous()]
     first, second = runs
 
-    def at(run: Run, update: int) -> float:
-        found = run.score(update)
-        assert found is not None
-        return float(found["elapsed_s"])
-
     def longest(run: Run) -> str:
         return str(sum(each["length_max"] >= MOST_TOKENS for each in run.updates))
 
@@ -394,8 +389,8 @@ def tail() -> str:
         *(
             [
                 f"seconds to {score(update)}{' on 512 held-out problems' * (update == 20)} (update {update})",
-                *(whole(at(run, update)) for run in runs),
-                factor(at(second, update) / at(first, update)),
+                *(whole(_seconds_at(run, update)) for run in runs),
+                factor(_seconds_at(second, update) / _seconds_at(first, update)),
             ]
             for update in (20, 30)
         ),
@@ -413,11 +408,80 @@ def tail_curve() -> str:
     return curve_of([_tail_full("`K = 4`"), _tail_synchronous()])
 
 
+def in_short() -> str:
+    """The main figures, each beside what it is compared with."""
+    large = [_large("", seed=seed, **ASYNCHRONOUS) for seed in (0, 1)]
+    large_synchronous = _large("", seed=0, **SYNCHRONOUS)
+    trl, small_trl = _trl_large("TRL"), of_trl("TRL", "gsm8k/0.5b", SMALL)
+    last = int(trl.training["results"]["updates"])
+    best = max(small_trl.training["results"]["evaluations"], key=lambda each: float(each["score"]))
+    small = [_full_512(""), _full_1536(""), *(_small("", seed=seed, **ASYNCHRONOUS) for seed in (1, 2))]
+    slowest = max(_seconds_to_score(run, best["score"]) for run in small)
+    long = [_seconds_at(run, 30) for run in (_tail_full(""), _tail_synchronous())]
+    smol = ours(
+        "", "gsm8k/smollm2/one_sitting", model=SMOL, tested=False, in_flight="full", rows=768, **ASYNCHRONOUS
+    ).training["results"]
+    smol_trl = find_cell("gsm8k/smollm2/one_sitting", "gsm8k-sweep", "trl", model=SMOL, liger=0, micro=64)["results"]
+    rates = [run.training["results"]["tokens_per_s_after_first"] for run in (large[0], large_synchronous)]
+    scores = [_test_score(run, "after_sampled") for run in (large[0], large_synchronous)]
+    errors = [f" ± {math.sqrt(score * (1 - score) / WHOLE_TEST):.3f}" for score in scores]
+    seconds = mean(_seconds_at(run, last) for run in large)
+    ten_minutes = float(trl.training["results"]["wall_s"])
+    update = mean(run.training["results"]["seconds_per_update"] for run in large)
+    trl_update = float(trl.training["results"]["seconds_per_update"])
+    rows = [
+        [
+            "GSM8K, 1.5B: seconds to the score that TRL has after ten minutes (`K = 2`, mean of two seeds)",
+            whole(seconds), "TRL 1.16", whole(ten_minutes), f"{ten_minutes / seconds:.1f} x",
+        ],
+        [
+            "GSM8K, 1.5B: seconds an update (`K = 2`, mean of two seeds)",
+            tenth(update), "TRL 1.16", tenth(trl_update), f"{trl_update / update:.1f} x",
+        ],
+        [
+            "GSM8K, 0.5B: seconds to TRL's best score (`K = 2`, the slowest of four runs)",
+            whole(slowest), "TRL 1.16", whole(best["elapsed_s"]), f"{best['elapsed_s'] / slowest:.1f} x",
+        ],
+        [
+            "SmolLM2-135M: trained tokens/s (`K = 2`)",
+            whole(smol["tokens_per_s_after_first"]), "TRL 1.16, its fastest", whole(smol_trl["tokens_per_s"]),
+            f"{smol['tokens_per_s_after_first'] / smol_trl['tokens_per_s']:.1f} x",
+        ],
+        [
+            "answers of up to 4,096 tokens, 0.5B: seconds to a score (`K = 4`)",
+            whole(long[0]), "`synchronous`", whole(long[1]), f"{long[1] / long[0]:.1f} x",
+        ],
+        [
+            "answers of up to 512 tokens, 1.5B: trained tokens/s (`K = 2`, seed 0)",
+            whole(rates[0]), "`synchronous`", whole(rates[1]), factor(rates[0] / rates[1]),
+        ],
+        [
+            "the same: accuracy after 60 updates",
+            thousandth(scores[0]) + errors[0], "`synchronous`", thousandth(scores[1]) + errors[1], "",
+        ],
+    ]  # fmt: skip
+    return as_markdown(["what", "Stretto", "against", "their figure", "ratio"], rows)
+
+
+def _seconds_at(run: Run, update: int) -> float:
+    """Returns the seconds of training until the evaluation after so many updates."""
+    found = run.score(update)
+    assert found is not None
+    return float(found["elapsed_s"])
+
+
+def _seconds_to_score(run: Run, score: float) -> float:
+    """Returns the seconds of training until the first evaluation that is not below a score."""
+    evaluations = run.training["results"]["evaluations"]
+    return min(float(each["elapsed_s"]) for each in evaluations if each["score"] is not None and each["score"] >= score)
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"gsm8k": front_page},
     "docs/performance.md": {
+        "gsm8k-in-short": in_short,
         "gsm8k-costs-of-age": costs_of_age,
         "gsm8k-runs": large_runs,
         "gsm8k-curve": large_curve,
