@@ -103,12 +103,10 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train(recipe: Recipe, folder: Path) -> float:
+def train(recipe: Path, folder: Path, arguments: Sequence[str] = ()) -> float:
     """Runs `stretto train` in a process of its own; returns when that was started, by the clock of the metrics."""
-    path = folder.parent / f"{folder.name}.toml"
-    path.write_text(recipe.source_toml(), encoding="utf-8")
     started = time.time()
-    subprocess.run([*COMMAND, "train", str(path), "--out", str(folder)], check=True)
+    subprocess.run([*COMMAND, "train", str(recipe), *arguments, "--out", str(folder)], check=True)
     return started
 
 
@@ -205,7 +203,9 @@ def results_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], s
 def measure(cell: Cell, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains in `folder` and returns what the cell says."""
     recipe = recipe_of(cell, options)
-    started = train(recipe, folder)
+    path = folder.parent / f"{folder.name}.toml"
+    path.write_text(recipe.source_toml(), encoding="utf-8")
+    started = train(path, folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     given = {"in_flight": summary["in_flight"], "rows": summary["rows"], "recipe": recipe.source_toml()}
     return {**results_of(read_lines(folder), summary, started), **given}

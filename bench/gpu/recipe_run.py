@@ -2,8 +2,9 @@
 
     python -m bench.gpu.recipe_run recipes/bfcl.toml --set seed=1 --out RESULTS
 
-Runs `stretto train` on the recipe in a process of its own. The cell has the curves, rates and idle shares of
-`bench.gpu.gsm8k`, and the greedy scores where the recipe asks for them. `--verify` also proves the laws of the run.
+Runs `stretto train RECIPE --out RUN`, with the same `--set`, in a process of its own: what a user would type. The cell
+has the curves, rates and idle shares of `bench.gpu.gsm8k`, and the greedy scores where the recipe asks for them.
+`--verify` also proves the laws of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stretto.recipe.reading import load_recipe
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains in `folder` and returns what the cell says."""
     recipe = load_recipe(options.recipe, options.set)
-    started = train(recipe, folder)
+    started = train(options.recipe, folder, [word for change in options.set for word in ("--set", change)])
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     found = {
         **results_of(read_lines(folder), summary, started),

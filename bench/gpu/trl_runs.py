@@ -151,10 +151,11 @@ def results(
     startup_s: float, points: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What a run came to. Rates are over all updates but the first."""
-    scores = [each["score"] for each in points]
+    scores = {int(each["version"]): each["score"] for each in points}
     found: dict[str, Any] = {"startup_s": startup_s, "evaluations": list(points), "by_update": list(updates)}
     if scores:
-        found |= {"eval_before": scores[0], "eval_after": scores[-1], "eval_best": max(scores)}
+        before, after = scores.get(0), scores[max(scores)]
+        found |= {"eval_before": before, "eval_after": after, "eval_best": max(scores.values())}
     if updates:
         first, later = updates[0]["elapsed_s"], updates[1:]
         found |= {"first_update_s": first, "wall_s": updates[-1]["elapsed_s"], "updates": len(updates)}

@@ -27,7 +27,12 @@ from typing import Any
 
 ENTRY = ("-m", "vllm.entrypoints.openai.api_server")
 # Adapters by `/v1/load_lora_adapter`; `/pause`, `/resume` and `/server_info`, which TRL asks for.
-ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+# A whole test is one request; by default vLLM takes 1,024 prompts at once.
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_MAX_COMPLETION_PROMPTS": "100000",
+}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 POLL_S = 0.5
 STOP_S = 20.0  # until a server that was asked to end is killed

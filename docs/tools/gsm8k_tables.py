@@ -79,18 +79,70 @@ def large_runs() -> str:
     runs = [
         _large("`K = 2`, seed 0", seed=0, **ASYNCHRONOUS),
         _large("`synchronous`, seed 0", seed=0, **SYNCHRONOUS),
-        _large("`K = 2`, seed 1, earlier", seed=1, **ASYNCHRONOUS),
-        _trl_large("TRL, earlier"),
+        _large("`K = 2`, seed 1", seed=1, **ASYNCHRONOUS),
+        _large("`synchronous`, seed 1", seed=1, **SYNCHRONOUS),
+        _trl_large("TRL"),
     ]
     return figures_of(runs, {**SPEED, **STARTS, **TEST})
+
+
+def one_sitting() -> str:
+    """The recipe as it is, `synchronous`, and TRL's asynchronous trainer, in one sitting."""
+    figures: Mapping[str, Figure] = {
+        **SPEED,
+        "trajectories dropped": _dropped,
+        **STARTS,
+        "score at the end": result("eval_after", thousandth),
+        "problems of that score": _problems,
+    }
+    return figures_of(_of_one_sitting(), figures)
+
+
+def recipe_curve() -> str:
+    """Held-out scores of the recipe as it is."""
+    results = _recipe().training["results"]
+    points = zip(results["evaluations"], results["greedy"], strict=True)
+    rows = (
+        [str(each["version"]), whole(each["elapsed_s"]), thousandth(each["score"]), thousandth(greedy)]
+        for each, greedy in points
+    )
+    return as_markdown(["update", "seconds", "temperature 1", "greedy"], rows)
+
+
+def _of_one_sitting() -> list[Run]:
+    runs = [
+        _recipe("`recipes/gsm8k.toml` as it is (`K = 2`, seed 0)"),
+        _large("`synchronous`, seed 1", seed=1, **SYNCHRONOUS),
+        _trl_async("TRL, asynchronous"),
+    ]
+    assert len({run.training["sitting"] for run in runs}) == 1, "the table is of one sitting"
+    return runs
+
+
+def _recipe(heading: str = "") -> Run:
+    return Run(heading, find_cell("gsm8k/recipe", "recipe", "native", recipe="gsm8k"))
+
+
+def _trl_async(heading: str = "") -> Run:
+    return Run(heading, find_cell("gsm8k", "gsm8k", "trl-async", model=LARGE))
+
+
+def _dropped(run: Run) -> str:
+    """Returns the share of trajectories that were dropped. Ours drop none, which `stretto verify` proves."""
+    return percent(run.training["results"].get("dropped_share", 0.0))
+
+
+def _problems(run: Run) -> str:
+    return whole(run.training["results"]["evaluations"][-1]["num_scored"])
 
 
 def large_curve() -> str:
     """Held-out scores of the 1.5B model."""
     runs = [
         _large("`K = 2`, seed 0", seed=0, **ASYNCHRONOUS),
-        _large("`synchronous`", seed=0, **SYNCHRONOUS),
+        _large("`synchronous`, seed 0", seed=0, **SYNCHRONOUS),
         _large("`K = 2`, seed 1", seed=1, **ASYNCHRONOUS),
+        _large("`synchronous`, seed 1", seed=1, **SYNCHRONOUS),
     ]
     return curve_of(runs)
 
@@ -101,41 +153,52 @@ def large_curve_of_trl() -> str:
 
 
 def front_page() -> str:
-    """The table of README.md: means over the seeds of `K = 2`, and TRL."""
-    runs = [_large("", seed=seed, **ASYNCHRONOUS) for seed in (0, 1)]
+    """The table of README.md: means over the seeds of both of our modes, and TRL."""
+    modes = [[_large("", seed=seed, **mode) for seed in (0, 1)] for mode in (ASYNCHRONOUS, SYNCHRONOUS)]
     trl = _trl_large("TRL")
     updates = int(trl.training["results"]["updates"])
-    at = [each for run in runs if (each := run.score(updates)) is not None]
-    before, greedy = _test_score(runs[0], "before_sampled"), _test_score(runs[0], "before_greedy")
-    last, wall = runs[0].training["results"]["updates"], mean([run.training["results"]["wall_s"] for run in runs])
+    first = modes[0][0]
+    last, before = first.training["results"]["updates"], _test_score(first, "before_sampled")
+
+    def means(figure: Callable[[Run], float], show: Callable[[float], str]) -> list[str]:
+        return [show(mean(figure(run) for run in runs)) for runs in modes]
+
+    def of_update(name: str) -> Callable[[Run], float]:
+        return lambda run: float((run.score(updates) or {})[name])
+
     rows = [
         [
             "seconds an update",
-            tenth(mean([run.training["results"]["seconds_per_update"] for run in runs])),
+            *means(lambda run: float(run.training["results"]["seconds_per_update"]), tenth),
             tenth(trl.training["results"]["seconds_per_update"]),
         ],
         [
             f"seconds of training until update {updates}",
-            whole(mean([each["elapsed_s"] for each in at])),
+            *means(of_update("elapsed_s"), whole),
             whole(trl.training["results"]["wall_s"]),
         ],
         [
-            f"accuracy then, {at[0]['num_scored']:,} problems",
-            thousandth(mean([each["score"] for each in at])),
+            f"accuracy then, {WHOLE_TEST:,} problems",
+            *means(of_update("score"), thousandth),
             thousandth(_test_score(trl, "after_sampled")),
         ],
         [
-            f"accuracy after {last} updates, {whole(wall)} seconds ({thousandth(before)} before)",
-            thousandth(mean([_test_score(run, "after_sampled") for run in runs])),
+            f"seconds of training until update {last}",
+            *means(lambda run: float(run.training["results"]["wall_s"]), whole),
             "",
         ],
         [
-            f"the same, greedy ({thousandth(greedy)} before)",
-            thousandth(mean([_test_score(run, "after_greedy") for run in runs])),
+            f"accuracy then ({thousandth(before)} before)",
+            *means(lambda run: _test_score(run, "after_sampled"), thousandth),
+            "",
+        ],
+        [
+            f"the same, greedy ({thousandth(_test_score(first, 'before_greedy'))} before)",
+            *means(lambda run: _test_score(run, "after_greedy"), thousandth),
             "",
         ],
     ]
-    return as_markdown(["", "Stretto, `K = 2` (means of two seeds)", "TRL"], rows)
+    return as_markdown(["", "Stretto, `K = 2`", "Stretto, `synchronous`", "TRL"], rows)
 
 
 def _test_score(run: Run, name: str) -> float:
@@ -411,7 +474,7 @@ def tail_curve() -> str:
 def in_short() -> str:
     """The main figures, each beside what it is compared with."""
     large = [_large("", seed=seed, **ASYNCHRONOUS) for seed in (0, 1)]
-    large_synchronous = _large("", seed=0, **SYNCHRONOUS)
+    large_synchronous = [_large("", seed=seed, **SYNCHRONOUS) for seed in (0, 1)]
     trl, small_trl = _trl_large("TRL"), of_trl("TRL", "gsm8k/0.5b", SMALL)
     last = int(trl.training["results"]["updates"])
     best = max(small_trl.training["results"]["evaluations"], key=lambda each: float(each["score"]))
@@ -422,9 +485,10 @@ def in_short() -> str:
         "", "gsm8k/smollm2/one_sitting", model=SMOL, tested=False, in_flight="full", rows=768, **ASYNCHRONOUS
     ).training["results"]
     smol_trl = find_cell("gsm8k/smollm2/one_sitting", "gsm8k-sweep", "trl", model=SMOL, liger=0, micro=64)["results"]
-    rates = [run.training["results"]["tokens_per_s_after_first"] for run in (large[0], large_synchronous)]
-    scores = [_test_score(run, "after_sampled") for run in (large[0], large_synchronous)]
-    errors = [f" ± {math.sqrt(score * (1 - score) / WHOLE_TEST):.3f}" for score in scores]
+    rates = [run.training["results"]["tokens_per_s_after_first"] for run in (large[0], large_synchronous[0])]
+    recipe, _, trl_async = (run.training["results"] for run in _of_one_sitting())
+    scores = [mean(_test_score(run, "after_sampled") for run in runs) for runs in (large, large_synchronous)]
+    errors = [f" ± {math.sqrt(score * (1 - score) / (len(large) * WHOLE_TEST)):.3f}" for score in scores]
     seconds = mean(_seconds_at(run, last) for run in large)
     ten_minutes = float(trl.training["results"]["wall_s"])
     update = mean(run.training["results"]["seconds_per_update"] for run in large)
@@ -437,6 +501,11 @@ def in_short() -> str:
         [
             "GSM8K, 1.5B: seconds an update (`K = 2`, mean of two seeds)",
             tenth(update), "TRL 1.16", tenth(trl_update), f"{trl_update / update:.1f} x",
+        ],
+        [
+            "GSM8K, 1.5B: trained tokens/s (`recipes/gsm8k.toml` as it is)",
+            whole(recipe["tokens_per_s_after_first"]), "TRL 1.16, asynchronous", whole(trl_async["tokens_per_s"]),
+            f"{recipe['tokens_per_s_after_first'] / trl_async['tokens_per_s']:.1f} x",
         ],
         [
             "GSM8K, 0.5B: seconds to TRL's best score (`K = 2`, the slowest of four runs)",
@@ -456,7 +525,7 @@ def in_short() -> str:
             whole(rates[0]), "`synchronous`", whole(rates[1]), factor(rates[0] / rates[1]),
         ],
         [
-            "the same: accuracy after 60 updates",
+            "the same: accuracy after 60 updates (means of two seeds)",
             thousandth(scores[0]) + errors[0], "`synchronous`", thousandth(scores[1]) + errors[1], "",
         ],
     ]  # fmt: skip
@@ -486,6 +555,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "gsm8k-runs": large_runs,
         "gsm8k-curve": large_curve,
         "gsm8k-curve-trl": large_curve_of_trl,
+        "gsm8k-one-sitting": one_sitting,
+        "gsm8k-recipe-curve": recipe_curve,
         "gsm8k-small-runs": small_runs,
         "gsm8k-small-curve": small_curve,
         "gsm8k-small-seeds": small_seeds,

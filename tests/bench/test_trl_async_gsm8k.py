@@ -70,7 +70,9 @@ def test_the_limit_begins_after_the_first_update_and_versions_outlive_those_that
 
 def test_points_have_the_second_of_their_update_whenever_they_are_asked_for(tmp_path: Path) -> None:
     recorder = Run(tmp_path, seconds=12.0, every=2).recorder
-    for version in (4, 0, 2):
+    recorder.evaluated(4, Score(0.4, 8, 3.0, 0.0), 50.0)
+    assert recorder.results()["eval_before"] is None  # the last version is scored first
+    for version in (0, 2):
         recorder.evaluated(version, Score(version / 10, 8, 3.0, 0.0), 50.0)
     points = [(point["version"], point["elapsed_s"], point["after_first_s"]) for point in recorder.points]
     assert points == [(0, 0.0, 0.0), (2, 20.0, 5.0), (4, 30.0, 15.0)]
@@ -175,6 +177,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/completions":
             if body["model"] not in adapters:
                 return self.answer({"error": "no such model"}, 404)
+            if len(body["prompt"]) > int(os.environ.get("VLLM_MAX_COMPLETION_PROMPTS", "1024")):
+                return self.answer({"error": "too many prompts"}, 400)
             token = int(adapters[body["model"]]) + (1 if body["temperature"] else 0)
             choices = [{"index": i, "token_ids": [token] * len(each)} for i, each in enumerate(body["prompt"])]
             return self.answer({"choices": choices[::-1]})
@@ -207,6 +211,7 @@ def test_a_server_answers_by_its_adapters_and_is_stopped_at_the_end(tmp_path: Pa
         assert server.adapters() == ["version-7", "version-8"]
         assert server.answers([[1], [1, 2]], "version-7", 0.0, 4) == [[7], [7, 7]]
         assert server.answers([[1]], "version-8", 1.0, 4) == [[9]]
+        assert len(server.answers([[1]] * 1_319, "version-8", 0.0, 4)) == 1_319  # more than vLLM takes by default
         server.clear()
         assert server.adapters() == []
         with pytest.raises(RuntimeError, match=r"404, .*no such model"):

@@ -156,7 +156,7 @@ def train(
         torch.set_num_threads(1)  # for the warm start, whose operations are too small to share
         transformers_logging.disable_progress_bar()
         observer.message(f"run folder: {folder}")
-        with start_phase(log, "data"):  # before a model is made: what is missing shows at once
+        with start_phase(log, "data", observer.message):  # before a model is made: what is missing shows at once
             read = read_tasks(recipe, given)
         with start_phase(log, "files of the model"):
             model_path = model_path_of(recipe, observer)
@@ -165,7 +165,7 @@ def train(
             from stretto.cluster.connection import connected
 
             observer.message(stack.enter_context(connected(recipe)))
-        with start_phase(log, "prompts"):
+        with start_phase(log, "prompts", observer.message):
             limits, device = recorded_limits(folder) if resume else None, choose_device(recipe.runtime.device)
             driver = load_driver_inputs(recipe, model_path, given, limits, read)
         if resume and (changed := refuse_other_data(folder, recipe, data_record(driver))) is not None:

@@ -82,22 +82,23 @@ class LocalComponents:
             return make_vllm_engine(recipe, model_path, need, device, driver.decode, threads=threads)
 
         try:
-            with start_phase(log, f"model, on {device} in {str(dtype).removeprefix('torch.')}"):
+            with start_phase(log, f"model, on {device} in {str(dtype).removeprefix('torch.')}", say):
                 model = load_model(model_path, dtype, device)
             torch.set_num_threads(driver.threads.engine)  # a new engine measures how this number of threads rounds
             # The engines' module trees first: the trainer replaces linear layers in the tree that was loaded.
             if uses_vllm:
                 say(STARTS_VLLM[device.type])
-            with start_phase(log, f"engines ({recipe.runtime.instances}, with KV for {need.kv_tokens:,} tokens each)"):
+            room = f"with KV for {need.kv_tokens:,} tokens each"
+            with start_phase(log, f"engines ({recipe.runtime.instances}, {room})", None if uses_vllm else say):
                 engines.extend(
                     make_vllm() if uses_vllm else make_native_engine(recipe, model, need.kv_tokens, driver.decode)
                     for _ in range(recipe.runtime.instances)
                 )
             base = None if recipe.model.lora is None or uses_vllm else second_tree(model, share=True)
             compiler_is_there()
-            with start_phase(log, "trainer"):
+            with start_phase(log, "trainer", say):
                 trainer = make_trainer(recipe, model, model_path, rates=rates)
-            is_warm = compiles(trainer) and _warmed(recipe, trainer, driver.threads)
+            is_warm = compiles(trainer) and _warmed(recipe, trainer, driver.threads, say)
         except BaseException as error:
             for engine in engines if uses_vllm else ():
                 engine.close()  # it is a process
@@ -113,12 +114,12 @@ class LocalComponents:
         return cls(driver, engines, make_vllm if uses_vllm else make_engine, trainer, is_warm)
 
 
-def _warmed(recipe: Recipe, trainer: LocalTrainer, threads: ThreadCounts) -> bool:
+def _warmed(recipe: Recipe, trainer: LocalTrainer, threads: ThreadCounts, say: Callable[[str], None]) -> bool:
     """Warms the trainer up, before any engine captures a graph. Returns False if there was no memory for that."""
     tokens = recipe.rollout.prompts * recipe.rollout.group * recipe.rollout.max_tokens
     torch.set_num_threads(threads.trainer)  # with another number, the thread of the trainer would compile again
     try:
-        with start_phase(log, "first pass of the trainer, which compiles, or loads what was compiled"):
+        with start_phase(log, "first pass of the trainer, which compiles, or loads what was compiled", say):
             return warm_up(trainer, tokens) > 0
     finally:
         torch.set_num_threads(threads.engine)
