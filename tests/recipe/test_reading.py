@@ -96,6 +96,17 @@ def test_what_an_override_leaves_without_effect_gives_way_to_it(
     assert parse_recipe(tomllib.loads(recipe.dumps())).plan == recipe.plan
 
 
+def test_keys_that_an_override_leaves_without_effect_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(EVALUATES)
+    told: list[str] = []
+    load_recipe(path, ["rollout.paradigm=synchronous"], say=told.append)
+    cause = "because `--set rollout.paradigm=synchronous` leaves no effect for it"
+    assert told == [f"left out of the recipe, {cause}: `rollout.in_flight` and `rollout.staleness`"]
+    load_recipe(path, ["training.steps=21"], say=told.append)
+    assert len(told) == 1
+
+
 def test_what_the_overrides_or_the_recipe_itself_leave_without_effect_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(EVALUATES)
@@ -156,6 +167,7 @@ def test_an_override_that_is_broken_toml_says_where(tmp_path: Path, value: str, 
         ("rollout=3", "`rollout` is a table, not a value; set one of its options, such as `rollout."),
         ("training.steps=abc", '`training.steps = "abc"` must be a whole number'),
         ("rollout.temprature=2", "did you mean `rollout.temperature`?"),
+        ("algorithm.clip=0.3", "did you mean `algorithm.clip_low` or `algorithm.clip_high`?"),
     ],
 )
 def test_an_override_is_blamed_by_its_own_words_and_the_nearest_key_is_named_at_any_depth(

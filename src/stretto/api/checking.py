@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from stretto.recipe.overrides import Overrides
 if TYPE_CHECKING:
     from stretto.assembly.check import CheckReport
     from stretto.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 
 def check(
@@ -39,7 +42,8 @@ def check(
 
     planned = None if devices is None else PlannedDevices.parse(devices)
     given = Given.of(reward=reward, environment=environment, data=data, evaluation_data=evaluation_data)
-    made = load_recipe(recipe, overrides or (), change_task=None if given.is_nothing else given.in_recipe)
+    change_task = None if given.is_nothing else given.in_recipe
+    made = load_recipe(recipe, overrides or (), change_task=change_task, say=log.warning)
     refuse_missing_files(recipe, *made.tasks)
 
     from stretto.assembly.check import check as checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from stretto.setup.garbage import collect_earlier_runs
 if TYPE_CHECKING:
     from stretto.observe.progress import Observer
     from stretto.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -76,9 +79,8 @@ def train(
         given = given.as_recorded(recorded_task(folder))
     written = current_recipe(folder) if recipe is None else recipe
     source = str(folder / "config.toml") if recipe is None else None
-    made = load_recipe(
-        written, overrides or (), change_task=None if given.is_nothing else given.in_recipe, source=source
-    )
+    change_task = None if given.is_nothing else given.in_recipe
+    made = load_recipe(written, overrides or (), change_task=change_task, source=source, say=log.warning)
     if not resume:
         refuse_missing_files(recipe, *made.tasks)
     if resume:

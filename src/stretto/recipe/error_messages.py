@@ -209,9 +209,6 @@ def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str,
         return f" here: it belongs to {types}, and this recipe has `{_type_of(location[0], recipe, raw)}`"
     if hint := foreign_hint(leaf):
         return f"; {hint}"
-    same = [key for key in keys if key.rpartition(".")[2] == leaf]
-    if same:
-        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     tag = _type_of(location[0], recipe, raw) if table else ""
     siblings = [
         key.rpartition(".")[2]
@@ -219,6 +216,10 @@ def _instead(location: Sequence[str], recipe: type[BaseModel], raw: Mapping[str,
         if key.rpartition(".")[0] == ".".join(table) and (not of or tag in of)
     ]
     siblings += [name for name in sections(recipe) if not table]
+    longer = [".".join([*table, name]) for name in siblings if name.startswith(f"{leaf}_")]
+    same = longer or [key for key in keys if key.rpartition(".")[2] == leaf]
+    if same:
+        return f"; did you mean {' or '.join(f'`{key}`' for key in same)}?"
     nearest = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.5)
     if nearest:
         return f"; did you mean `{'.'.join([*table, nearest[0]])}`?"

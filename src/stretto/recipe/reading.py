@@ -34,18 +34,20 @@ def load_recipe(
     compare_as: str | None = None,
     change_task: Callable[[Any], Any] | None = None,
     source: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Recipe:
     """Reads and validates a recipe: a TOML file, the name of a shipped one, its tables, or one that was read.
 
     `overrides` are dotted keys with their values, None removes a key; or strings `key=value`, where `key=` removes one.
     `compare_as` changes the recipe to another paradigm, and `change_task` its table `[task]` or its tables `[[task]]`.
-    `source` is the name of the recipe in errors, by default its file. Raises `RecipeError`, which names the overrides
-    as the cause if the recipe alone is valid.
+    `source` is the name of the recipe in errors, by default its file. `say` is told which keys of the recipe are left
+    out, because they have no effect with the overrides. Raises `RecipeError`, which names the overrides as the cause if
+    the recipe alone is valid.
     """
     raw, own = _tables(recipe)
     source = source or own
     if overrides:
-        written, raw = raw, _overridden(raw, overrides)
+        written, raw = raw, _overridden(raw, overrides, say)
         typed = described(overrides)
         source = f"`{typed}` on `{source}`" if _is_recipe(written) else f"`{source}` with `{typed}`"
     if change_task is not None:
@@ -136,14 +138,19 @@ def paradigm_overrides(raw: Mapping[str, Any], paradigm: str) -> dict[str, Any]:
     return result
 
 
-def _overridden(raw: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
+def _overridden(raw: Mapping[str, Any], overrides: Overrides, say: Callable[[str], None] | None) -> dict[str, Any]:
     """Applies overrides to a recipe. Removes keys that lost their effect by that, unless they were set with it."""
     result = copy.deepcopy(dict(raw))
     asked = apply_overrides(result, overrides)
-    for path in ineffective_in(result) - ineffective_in(raw):
+    removed = []
+    for path in sorted(ineffective_in(result) - ineffective_in(raw)):
         # `observe.wandb.project` asks for `observe.wandb`, and so does a whole table `observe`.
         if not any(path == each[: len(path)] or each == path[: len(each)] for each in asked):
             remove_key(result, path)
+            removed.append(path)
+    if removed and say is not None:
+        names = " and ".join(f"`{'.'.join(path)}`" for path in removed)
+        say(f"left out of the recipe, because `{described(overrides)}` leaves no effect for it: {names}")
     return result
 
 
