@@ -12,6 +12,7 @@ from docs.tools.measured_tables import (
     SMALL,
     SMOL,
     Figure,
+    Record,
     Run,
     as_markdown,
     curve_of,
@@ -90,7 +91,6 @@ def one_sitting() -> str:
     """The recipe as it is, `synchronous`, and TRL's asynchronous trainer, in one sitting."""
     figures: Mapping[str, Figure] = {
         **SPEED,
-        "trajectories dropped": _dropped,
         **STARTS,
         "score at the end": result("eval_after", thousandth),
         "problems of that score": _problems,
@@ -124,12 +124,7 @@ def _recipe(heading: str = "") -> Run:
 
 
 def _trl_async(heading: str = "") -> Run:
-    return Run(heading, find_cell("gsm8k", "gsm8k", "trl-async", model=LARGE))
-
-
-def _dropped(run: Run) -> str:
-    """Returns the share of trajectories that were dropped. Ours drop none, which `stretto verify` proves."""
-    return percent(run.training["results"].get("dropped_share", 0.0))
+    return Run(heading, find_cell("gsm8k", "gsm8k", "trl-async", model=LARGE, inflight=-1, queue=1_024))
 
 
 def _problems(run: Run) -> str:
@@ -163,8 +158,10 @@ def front_page() -> str:
     def means(figure: Callable[[Run], float], show: Callable[[float], str]) -> list[str]:
         return [show(mean(figure(run) for run in runs)) for runs in modes]
 
-    def of_update(name: str) -> Callable[[Run], float]:
-        return lambda run: float((run.score(updates) or {})[name])
+    def score(run: Run) -> float:
+        evaluation = _evaluation(run, updates)
+        assert evaluation["num_scored"] == WHOLE_TEST
+        return float(evaluation["score"])
 
     rows = [
         [
@@ -174,12 +171,12 @@ def front_page() -> str:
         ],
         [
             f"seconds of training until update {updates}",
-            *means(of_update("elapsed_s"), whole),
+            *means(lambda run: _seconds_at(run, updates), whole),
             whole(trl.training["results"]["wall_s"]),
         ],
         [
             f"accuracy then, {WHOLE_TEST:,} problems",
-            *means(of_update("score"), thousandth),
+            *means(score, thousandth),
             thousandth(_test_score(trl, "after_sampled")),
         ],
         [
@@ -534,9 +531,14 @@ def in_short() -> str:
 
 def _seconds_at(run: Run, update: int) -> float:
     """Returns the seconds of training until the evaluation after so many updates."""
+    return float(_evaluation(run, update)["elapsed_s"])
+
+
+def _evaluation(run: Run, update: int) -> Record:
+    """Returns the evaluation after so many updates, which must be there."""
     found = run.score(update)
-    assert found is not None
-    return float(found["elapsed_s"])
+    assert found is not None, f"{run.heading}: no evaluation after update {update}"
+    return found
 
 
 def _seconds_to_score(run: Run, score: float) -> float:

@@ -36,7 +36,7 @@ def test_a_short_phase_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) 
 
 def test_a_phase_that_fails_is_neither_logged_nor_told_later(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(ValueError, match="no model"),
@@ -44,4 +44,17 @@ def test_a_phase_that_fails_is_neither_logged_nor_told_later(caplog: pytest.LogC
     ):
         raise ValueError("no model")
     assert (told, caplog.messages) == ([], [])
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_phase_goes_on_if_it_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    tried = threading.Event()
+
+    def say(text: str) -> None:
+        tried.set()
+        raise BrokenPipeError("nobody reads")
+
+    with caplog.at_level(logging.INFO), start_phase(log, "model", say, long_s=0.01):
+        assert tried.wait(10.0)
+    assert caplog.messages[0] == "a message could not be shown: starting: model"
+    assert caplog.messages[1].startswith("start: model: ")

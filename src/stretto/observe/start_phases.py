@@ -20,14 +20,27 @@ def start_phase(
     `say` is told the name once, by another thread, if the block still runs after `long_s` seconds.
     """
     began = time.monotonic()
-    timer = None if say is None else threading.Timer(long_s, say, [f"starting: {name}"])
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
+    with contextlib.nullcontext() if say is None else _told(log, say, f"starting: {name}", long_s):
+        yield
+    log.info("start: %s: %.2f s", name, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _told(log: logging.Logger, say: Callable[[str], None], text: str, long_s: float) -> Iterator[None]:
+    """Says a text once if the block still runs after some seconds; never after its end."""
+
+    def tell() -> None:
+        try:
+            say(text)
+        except Exception:  # what shows the run fails: the next message, from the run's own thread, raises it there
+            log.exception("a message could not be shown: %s", text)
+
+    timer = threading.Timer(long_s, tell)
+    timer.daemon = True
     try:
+        timer.start()
         yield
     finally:
-        if timer is not None:
-            timer.cancel()
-            timer.join()  # so that nothing is said after the phase has ended
-    log.info("start: %s: %.2f s", name, time.monotonic() - began)
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
