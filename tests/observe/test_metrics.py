@@ -284,6 +284,8 @@ def test_a_line_on_the_screen_says_why_the_trainer_waited() -> None:
     line = update(subject, 4, [sample(0, 3, completion(10)), sample(1, 4, completion(20))], 0.0, 1.0)
     assert describe_update(line, 9) == "5 of 9 updates done  reward 0.500  30 tok/s  age 0.50 (max 1)  length 15"
     assert describe_update({**line, "trainer_idle_seconds": 38.2}, 9).endswith("trainer idle 38 s: group 3")
+    waited = {"trainer_idle_seconds": 38.2, "trainer_waited_for": "update 0: group 3"}
+    assert describe_update({**line, **waited}, 9).endswith("trainer idle 38 s: group 3"), "the line counts from 1"
 
 
 def test_metrics_are_a_line_a_record_and_are_written_again_from_what_the_journal_has(tmp_path: Path) -> None:

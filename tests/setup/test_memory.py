@@ -276,6 +276,20 @@ def test_a_warning_for_the_cpu_names_adapters_or_a_smaller_model_if_the_weights_
     )
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_cache_for_few_of_the_rows_is_noted_with_what_makes_room(checkpointing: bool) -> None:
+    def notes(kv_tokens: int) -> list[str]:
+        rollout = {"rows": 16, "prompts": 4, "group": 4, "max_tokens": 68, "kv_tokens": kv_tokens}
+        training = {"checkpointing": checkpointing}
+        text = describe_memory(recipe(rollout=rollout, training=training, runtime={"device": "cpu"}), 28)
+        return [line for line in text.splitlines() if "note" in line]
+
+    assert notes(4 * 128) == []
+    (note,) = notes(4 * 128 - 1)
+    assert "room for 3 trajectories of full length (128 tokens) at once, and there are 16 rows" in note
+    assert ("training.checkpointing" in note) != checkpointing
+
+
 def test_on_a_cluster_instances_and_trainer_are_planned_apart() -> None:
     text = describe_memory(recipe(runtime={"type": "ray", "device": "cpu"}))
     instance, trainer = (line for line in text.splitlines() if line.startswith("# memory of"))

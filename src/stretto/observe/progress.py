@@ -124,7 +124,8 @@ def describe_update(line: Mapping[str, Any], steps: int) -> str:
     if line["replayed_sequences"]:
         text += f"  reused {line['replayed_sequences']}"
     if line["trainer_idle_seconds"] >= 1.0 and line["trainer_waited_for"]:
-        text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {line['trainer_waited_for']}"
+        reason = UPDATE_NUMBER.sub("", line["trainer_waited_for"])
+        text += f"  trainer idle {line['trainer_idle_seconds']:.0f} s: {reason}"
     return text
 
 

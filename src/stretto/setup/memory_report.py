@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from stretto.setup.memory_advice import weights_alone
 from stretto.setup.memory_needs import Footprint, describe_kv, instances_per_device
 from stretto.setup.memory_sizes import gib, longest_trajectory
 from stretto.setup.prefill_chunk_size import describe_prefill_tokens, with_prefill_tokens
+
+FEW = 0.25  # of the rows
 
 
 def describe_memory(
@@ -81,12 +84,28 @@ def _in_one_process(
         need = footprint(recipe, config, longest_prompt, device, counted=counted)
     else:
         need = fit_in_one_process(recipe, config, longest_prompt, planned, asked=asked, counted=counted)
-    lines = [f"# memory: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"]
+    lines = [
+        f"# memory: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}",
+        *_few_answers(recipe, need, longest_prompt),
+    ]
     if planned is not None:
         lines.append(f"# fits {planned}: a run in one process uses 1 of {planned.count} devices")
     if device.type == "cpu" and need.total > usable_memory():
         lines.append(f"# warning: {_too_large(recipe, config, counted, longest_prompt, need, usable_memory())}")
     return lines
+
+
+def _few_answers(recipe: Recipe, need: Footprint, longest_prompt: int) -> Iterator[str]:
+    """Yields a note if the KV cache of an instance has room for less than `FEW` of its rows at full length."""
+    one = longest_trajectory(recipe, longest_prompt)
+    rows, held = -(-recipe.plan.rows // recipe.runtime.instances), need.kv_tokens // one
+    if held < FEW * rows:
+        trained = recipe.runtime.type == "local" and not recipe.training.checkpointing
+        less = ", or `training.checkpointing = true`," if trained else ""
+        yield (
+            f"# note: the KV cache has room for {held:,} trajectories of full length ({one:,} tokens) at once, and there "
+            f"are {rows:,} rows: the others wait, and rollout is slower. More memory{less} makes room"
+        )
 
 
 def _too_large(
@@ -141,6 +160,7 @@ def _on_cluster(
     lines = [
         f"# memory of an instance: {need}, {describe_kv(recipe, need)}; together {gib(need.total)}"
         + (f" on {over} devices" if over > 1 else ""),
+        *_few_answers(recipe, need, longest_prompt),
         *(f"# {line}" for line in describe_prefill_tokens(asked, recipe)),
         f"# memory of {f'each of {ranks} ranks of ' if ranks > 1 else ''}the trainer: {rank}; "
         f"together {gib(rank.total)}" + (f", its layers cut over {ranks} ranks" if is_sharded(recipe, counted) else ""),
