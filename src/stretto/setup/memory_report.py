@@ -103,8 +103,8 @@ def _few_answers(recipe: Recipe, need: Footprint, longest_prompt: int) -> Iterat
         trained = recipe.runtime.type == "local" and not recipe.training.checkpointing
         less = ", or `training.checkpointing = true`," if trained else ""
         yield (
-            f"# note: the KV cache has room for {held:,} trajectories of full length ({one:,} tokens) at once, and there "
-            f"are {rows:,} rows: the others wait, and rollout is slower. More memory{less} makes room"
+            f"# note: the KV cache has room for {held:,} trajectories of full length ({one:,} tokens) at once, and "
+            f"there are {rows:,} rows: the others wait, and rollout is slower. More memory{less} makes room"
         )
 
 
